@@ -1,0 +1,44 @@
+# The two commands a newcomer needs: `make study` and `make test`. Everything else is snakemake or kvstudy.
+PYTHON ?= python3
+STUDY ?= quick
+CORES ?= all
+OVERRIDES ?=
+VENV := .venv
+BIN := $(VENV)/bin
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+SNAKEMAKE := snakemake --cores $(CORES) --config study=$(STUDY) $(if $(OVERRIDES),'overrides=$(OVERRIDES)')
+
+.PHONY: study setup test test-long test-slurm lint ui report clean-venv
+.DEFAULT_GOAL := study
+
+study: setup  ## set everything up, run the study, end by naming what it made
+	@$(SNAKEMAKE)
+	@kvstudy report study=$(STUDY) --html --announce
+
+setup: $(VENV)/.ready  ## the project's environment in .venv
+
+$(VENV)/.ready: pyproject.toml envs/kvstudy/constraints.txt envs/kvstudy/torch.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvstudy needs Python 3.11 or newer: make PYTHON=python3.12 setup")'
+	@echo "setting up $(VENV) (two minutes and about 2 GB; once)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PYTHON) src/kvstudy/frameworks/environments.py torch --python $(BIN)/python
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c envs/kvstudy/constraints.txt -e '.[dev]'
+	@touch $@
+
+test: setup lint  ## what CI runs
+	pytest -m 'not long and not slurm'
+
+test-long: setup  ## trials that take minutes
+	pytest -m long
+
+lint: setup
+	ruff check . && ruff format --check .
+	mypy
+	lint-imports
+	snakefmt --check Snakefile workflow/rules
+
+ui: setup  ## browse the runs
+	mlflow ui --backend-store-uri sqlite:///results/mlflow.db --port 5000
+
+report: setup  ## rebuild figures, tables and PDF from the cells that are there
+	@$(SNAKEMAKE) report

@@ -1,0 +1,24 @@
+# kvstudy: which KV-cache strategy should serve my model, on my hardware, under my load?
+#
+#   snakemake --cores all                                         study=quick, from configuration to report
+#   snakemake --cores all --config study=paper --resources gpu=4  another study, four GPUs
+#   snakemake --cores all --config 'overrides=["load.rate=1,2"]'  any Hydra override
+#   snakemake --cores all -- figures | tables | report | track    parts of it
+#
+# Each stage is one file of rules, and each rule one command of `kvstudy`, which works without snakemake too.
+
+
+include: "workflow/rules/plan.smk"
+include: "workflow/rules/models.smk"
+include: "workflow/rules/environments.smk"
+include: "workflow/rules/measure.smk"
+include: "workflow/rules/analyse.smk"
+include: "workflow/rules/report.smk"
+include: "workflow/rules/track.smk"
+
+
+rule all:
+    default_target: True
+    input:
+        rules.report.input,
+        rules.track.input,

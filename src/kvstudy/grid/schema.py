@@ -1,0 +1,460 @@
+"""The typed cell: everything that can change a measured number, and nothing else.
+
+Every model forbids unknown keys, so a misspelt option is an error that names the choices and never a
+silently ignored one. A cell's identity is the hash of its canonical JSON without `NOT_IDENTITY`: titles
+and patience are for people and do not enter it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+
+
+#: Fields that cannot change a measured number.
+NOT_IDENTITY = frozenset({"title", "bring_up_s"})
+
+
+class Strict(BaseModel):
+    """A frozen record that refuses unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+# --- lengths -------------------------------------------------------------------------------------
+
+
+class FixedLength(Strict):
+    """Every request has `tokens` tokens."""
+
+    kind: Literal["fixed"] = "fixed"
+    tokens: PositiveInt
+
+
+class UniformLength(Strict):
+    """Lengths uniform over the integers low..high, both included."""
+
+    kind: Literal["uniform"] = "uniform"
+    low: PositiveInt
+    high: PositiveInt
+
+    @model_validator(mode="after")
+    def _ordered(self) -> UniformLength:
+        if self.low > self.high:
+            raise ValueError(f"low {self.low} is above high {self.high}")
+        return self
+
+
+class LognormalLength(Strict):
+    """exp(N(ln median, sigma)), rounded, clipped to low..high (the shape of most chat traces)."""
+
+    kind: Literal["lognormal"] = "lognormal"
+    median: PositiveFloat
+    sigma: PositiveFloat
+    low: PositiveInt = 1
+    high: PositiveInt
+
+
+class NormalLength(Strict):
+    """N(mean, sd), rounded, clipped to low..high."""
+
+    kind: Literal["normal"] = "normal"
+    mean: PositiveFloat
+    sd: PositiveFloat
+    low: PositiveInt = 1
+    high: PositiveInt
+
+
+class TraceLength(Strict):
+    """Lengths of the load's own trace, row by row, cut to `cap` (needs `load: trace`)."""
+
+    kind: Literal["trace"] = "trace"
+    cap: PositiveInt
+
+
+Length = Annotated[
+    FixedLength | UniformLength | LognormalLength | NormalLength | TraceLength, Field(discriminator="kind")
+]
+
+
+# --- the axes ------------------------------------------------------------------------------------
+
+
+class Shape(Strict):
+    """Shape of a model with random weights (the size axis on machines without a model hub)."""
+
+    architecture: Literal["llama", "opt"]
+    hidden_size: PositiveInt
+    num_hidden_layers: PositiveInt
+    num_attention_heads: PositiveInt
+    num_key_value_heads: PositiveInt
+    intermediate_size: PositiveInt
+    vocab_size: PositiveInt
+    max_position_embeddings: PositiveInt
+    tie_word_embeddings: bool = True
+
+
+class Model(Strict):
+    """Which weights are served, pinned so that the same name always means the same numbers."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")
+    title: str = Field(default="")
+    source: Literal["hub", "package", "random", "folder"]
+    hub_id: str | None = None
+    revision: str | None = None
+    package: str | None = None
+    package_version: str | None = None
+    gguf: str | None = None
+    path: str | None = None
+    dtype: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    shape: Shape | None = None
+    seed: int = 0
+    tokenizer: Literal["own", "smollm2", "tiny"] = "own"
+    tokenizer_sha256: str | None = None
+    chat_template_sha256: str | None = None
+    gpus: PositiveInt = 1
+    parameters: PositiveInt | None = None
+    max_model_len: PositiveInt
+
+    @property
+    def weights(self) -> Literal["pretrained", "random"]:
+        """Random weights never appear in a quality figure."""
+        return "random" if self.source == "random" else "pretrained"
+
+    @model_validator(mode="after")
+    def _source_is_complete(self) -> Model:
+        needs = {
+            "hub": ("hub_id", "revision"),
+            "package": ("package", "package_version", "gguf"),
+            "random": ("shape",),
+            "folder": ("path",),
+        }[self.source]
+        missing = [key for key in needs if getattr(self, key) is None]
+        if missing:
+            raise ValueError(f"source '{self.source}' needs {', '.join(missing)}")
+        return self
+
+
+class TextSource(Strict):
+    """Where prompts come from.
+
+    `pydoc` is English text that every Python has: a stand-in, and every caption says so.
+    """
+
+    kind: Literal["pydoc", "hub", "jsonl"] = "pydoc"
+    hub_id: str | None = None
+    revision: str | None = None
+    split: str = "train"
+    path: str | None = None
+    field: str = "text"
+
+    @model_validator(mode="after")
+    def _source_is_complete(self) -> TextSource:
+        needs = {"pydoc": (), "hub": ("hub_id", "revision"), "jsonl": ("path",)}[self.kind]
+        missing = [key for key in needs if getattr(self, key) is None]
+        if missing:
+            raise ValueError(f"text kind '{self.kind}' needs {', '.join(missing)}")
+        return self
+
+
+class Workload(Strict):
+    """What is asked: text, lengths, and the share of long requests (the paper's "mix")."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")
+    title: str = Field(default="")
+    text: TextSource = TextSource()
+    prompt: Length
+    long_prompt: Length | None = None
+    long_share: float = Field(default=0.0, ge=0.0, le=1.0)
+    output: Length
+    long_output: Length | None = None
+    api: Literal["completions", "chat"] = "completions"
+    ignore_eos: bool = True
+    temperature: float = Field(default=0.0, ge=0.0)
+
+    @model_validator(mode="after")
+    def _mix_is_defined(self) -> Workload:
+        if self.long_share > 0 and self.long_prompt is None:
+            raise ValueError("long_share above 0 needs long_prompt")
+        return self
+
+
+class _Timed(Strict):
+    warmup_requests: int = Field(default=4, ge=0)
+    duration_s: PositiveFloat
+    timeout_s: PositiveFloat = 120.0
+    drain_s: PositiveFloat = 60.0
+
+
+class PoissonLoad(_Timed):
+    """Open loop: exponential gaps at `rate` requests a second, drawn ahead at unit rate and divided."""
+
+    name: Literal["poisson"] = "poisson"
+    rate: PositiveFloat
+
+
+class GammaLoad(_Timed):
+    """Open loop: gamma gaps with mean 1/`rate` and squared coefficient of variation `burstiness`.
+
+    1 is Poisson, above 1 comes in bursts. (vLLM's `--burstiness` is the shape, 1 over this.) The mean rate does
+    not depend on it, so that burstiness is not load in disguise.
+    """
+
+    name: Literal["gamma"] = "gamma"
+    rate: PositiveFloat
+    burstiness: PositiveFloat
+
+
+class ConstantLoad(_Timed):
+    """Open loop: equal gaps of 1/`rate`."""
+
+    name: Literal["constant"] = "constant"
+    rate: PositiveFloat
+
+
+class RampLoad(_Timed):
+    """Open loop: Poisson whose rate goes linearly from `rate` to `end_rate` over `duration_s`."""
+
+    name: Literal["ramp"] = "ramp"
+    rate: PositiveFloat
+    end_rate: PositiveFloat
+
+
+class BurstLoad(_Timed):
+    """All `requests` at once, at time 0 (the rate is infinite); `duration_s` bounds how long they are waited for."""
+
+    name: Literal["burst"] = "burst"
+    requests: PositiveInt
+
+
+class TraceLoad(_Timed):
+    """Open loop: the arrivals of a recorded trace, `start_s` to `start_s + duration_s x speed` of it.
+
+    `speed` above 1 replays faster. `format` names the columns: `azure` (TIMESTAMP, ContextTokens, GeneratedTokens),
+    `mooncake` (timestamp in ms, input_length, output_length, hash_ids), `burstgpt` (Timestamp in s, Request tokens,
+    Response tokens). Pinned by the file's hash where it is given.
+    """
+
+    name: Literal["trace"] = "trace"
+    path: str
+    format: Literal["azure", "mooncake", "burstgpt"]
+    sha256: str | None = None
+    start_s: float = Field(default=0.0, ge=0.0)
+    speed: PositiveFloat = 1.0
+
+
+class ClosedLoad(_Timed):
+    """Closed loop: `concurrency` requests in flight for `duration_s`."""
+
+    name: Literal["closed"] = "closed"
+    concurrency: PositiveInt
+
+
+Load = Annotated[
+    PoissonLoad | GammaLoad | ConstantLoad | RampLoad | BurstLoad | TraceLoad | ClosedLoad,
+    Field(discriminator="name"),
+]
+
+
+def load_label(load: Load) -> str:
+    """The part of a load that reads in a cell's name: r2, r2-b4, c8."""
+    if isinstance(load, ClosedLoad):
+        return f"c{load.concurrency}"
+    if isinstance(load, GammaLoad):
+        return f"r{number(load.rate)}-b{number(load.burstiness)}"
+    if isinstance(load, RampLoad):
+        return f"r{number(load.rate)}-{number(load.end_rate)}"
+    if isinstance(load, BurstLoad):
+        return f"n{load.requests}"
+    if isinstance(load, TraceLoad):
+        return f"x{number(load.speed)}"
+    return f"r{number(load.rate)}"
+
+
+class Hardware(Strict):
+    """The machine as the study wants it used. `server_cores` and `client_cores` are disjoint CPU ids."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")
+    title: str = Field(default="")
+    device: Literal["cpu", "cuda"]
+    gpus: int = Field(default=0, ge=0)
+    server_cores: tuple[int, ...]
+    client_cores: tuple[int, ...]
+    memory_limit_gib: PositiveFloat | None = None
+    link_gbps: PositiveFloat | None = None
+
+
+class Budget(Strict):
+    """Share of KV entries a decode step may attend to; sparsity is 1 - share (DESIGN, "Words")."""
+
+    share: float = Field(default=1.0, gt=0.0, le=1.0)
+    of: Literal["prompt", "current", "tokens"] = "prompt"
+    tokens: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _tokens_when_absolute(self) -> Budget:
+        if (self.of == "tokens") != (self.tokens is not None):
+            raise ValueError("budget.tokens is set exactly when budget.of is 'tokens'")
+        return self
+
+
+# --- frameworks ----------------------------------------------------------------------------------
+
+
+class Vllm(Strict):
+    """The released vLLM, pinned; paged KV, the full cache."""
+
+    name: Literal["vllm"] = "vllm"
+    title: str = Field(default="vLLM")
+    implementation: Literal["released"] = "released"
+    pins: dict[str, str] = {}
+    enforce_eager: bool = True
+    prefix_caching: bool = False
+    max_num_seqs: PositiveInt = 64
+    max_num_batched_tokens: PositiveInt = 512
+    block_size: PositiveInt = 32
+    bring_up_s: PositiveFloat = Field(default=300.0)
+    extra_args: tuple[str, ...] = ()
+
+    @property
+    def environment(self) -> str | None:
+        """Name of the folder of `envs/` whose pins it runs in; None is the project's own."""
+        return "vllm"
+
+
+class _Native(Strict):
+    implementation: Literal["native"] = "native"
+    pins: dict[str, str] = {}
+    scheduler: Literal["continuous", "static"] = "continuous"
+    max_num_seqs: PositiveInt = 64
+    max_prefill_tokens: PositiveInt = 512
+    block_size: PositiveInt = 32
+    bring_up_s: PositiveFloat = Field(default=300.0)
+
+    @property
+    def environment(self) -> str | None:
+        """Native frameworks run in the project's own environment."""
+        return None
+
+    def policy_options(self) -> dict[str, Any]:
+        """Options handed to the policy's module, by its own names."""
+        return {}
+
+
+class Full(_Native):
+    """Our engine with the whole cache: the control that separates policy from engine."""
+
+    name: Literal["full"] = "full"
+    title: str = Field(default="full cache (ours)")
+
+
+class Streaming(_Native):
+    """Attention sinks and a recent window (StreamingLLM, arXiv 2309.17453)."""
+
+    name: Literal["streaming"] = "streaming"
+    title: str = Field(default="StreamingLLM (ours)")
+    sinks: PositiveInt = 4
+
+    def policy_options(self) -> dict[str, Any]:
+        """The number of sink tokens kept at the start."""
+        return {"sinks": self.sinks}
+
+
+Framework = Annotated[Vllm | Full | Streaming, Field(discriminator="name")]
+
+
+# --- cell, deployment, visit ---------------------------------------------------------------------
+
+
+def canonical(value: Any) -> str:
+    """JSON with sorted keys and no spaces: equal values have equal text."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+
+
+def digest(value: Any) -> str:
+    """First 10 hex digits of the SHA-256 of the canonical JSON."""
+    return hashlib.sha256(canonical(value).encode()).hexdigest()[:10]
+
+
+def identity(value: Any) -> Any:
+    """A dumped record without the fields that cannot change a measured number."""
+    if isinstance(value, dict):
+        return {key: identity(inner) for key, inner in value.items() if key not in NOT_IDENTITY}
+    if isinstance(value, list):
+        return [identity(inner) for inner in value]
+    return value
+
+
+def content_hash(record: BaseModel) -> str:
+    """The hash that names a record: equal for records that measure the same."""
+    return digest(identity(record.model_dump(mode="json")))
+
+
+def number(value: float) -> str:
+    """A number as it reads in a folder's name: 0.5, 2, 12.25."""
+    return f"{value:g}"
+
+
+class Deployment(Strict):
+    """What is brought up: a framework with a model on hardware under a KV budget and memory."""
+
+    framework: Framework
+    model: Model
+    hardware: Hardware
+    budget: Budget = Budget()
+    kv_memory_mib: PositiveFloat
+    sweep: Literal["deployment", "cell"] = "deployment"
+    harness_version: int
+
+    @property
+    def slug(self) -> str:
+        """Readable part of its name."""
+        share = f"{self.budget.tokens}t" if self.budget.of == "tokens" else number(self.budget.share)
+        parts = [self.framework.name, self.model.name, f"b{share}", f"kv{number(self.kv_memory_mib)}"]
+        return "_".join(parts)
+
+    @property
+    def id(self) -> str:
+        """Readable name and content hash; the same deployment has the same id in every study."""
+        return f"{self.slug}-{content_hash(self)}"
+
+
+class Cell(Deployment):
+    """A deployment under a load with a seed: one row of the study."""
+
+    workload: Workload
+    load: Load
+    seed: int = Field(ge=0)
+
+    @property
+    def deployment(self) -> Deployment:
+        """The part of the cell that is brought up."""
+        return Deployment(**{name: getattr(self, name) for name in Deployment.model_fields})
+
+    @property
+    def cell_slug(self) -> str:
+        """Readable part of the cell's name."""
+        return f"{self.slug}_{self.workload.name}_{self.load.name}-{load_label(self.load)}_s{self.seed}"
+
+    @property
+    def cell_id(self) -> str:
+        """Readable name and hash of the resolved config: the cell's folder in the store."""
+        return f"{self.cell_slug}-{content_hash(self)}"
+
+
+CELL_ID = re.compile(r"^[a-z0-9][a-z0-9._-]*-[0-9a-f]{10}$")
+
+
+class Visit(Strict):
+    """One bring-up: a deployment and the cells it serves, in the order in which they are served."""
+
+    id: str
+    study: str
+    deployment: Deployment
+    cells: tuple[Cell, ...]
+    priority: int = 0
+    gpus: int = 0

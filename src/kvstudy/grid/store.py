@@ -1,0 +1,143 @@
+"""Where files lie, and how they are written: beside, then renamed, so that each is whole or absent.
+
+    results/
+      plan/<study>/plan.json, plan/cells/<cell>.json, plan/visits/...   what is to be done
+      models/<model>/  workloads/<workload>/  environments/<framework>/ what cells are made from
+      store/<cell>/                                                      what was measured, never rewritten
+      <study>/visits/  figures/  tables/  report.pdf  report.html        a view of it
+
+Nothing here imports Hydra, torch or MLflow: jobs must start fast.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+#: Files of a cell's folder (DESIGN, "Cells, visits and the store").
+CONFIG = "config.yaml"
+REQUESTS = "requests.parquet"
+MEMORY = "memory.parquet"
+SUMMARY = "summary.json"
+PROVENANCE = "provenance.json"
+LOG = "log.txt"
+CELL_FILES = (CONFIG, REQUESTS, MEMORY, SUMMARY, PROVENANCE, LOG)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Paths under one results folder."""
+
+    root: Path
+
+    def plan(self, study: str) -> Path:
+        """The plan of a study: its cells, visits and what was left out."""
+        return self.root / "plan" / study / "plan.json"
+
+    def visit(self, study: str, visit_id: str) -> Path:
+        """A visit's resolved description, the job's input."""
+        return self.root / "plan" / study / "visits" / f"{visit_id}.json"
+
+    def model(self, model_id: str) -> Path:
+        """Folder of a prepared model (Hugging Face layout and model.json)."""
+        return self.root / "models" / model_id
+
+    def workload(self, workload_id: str) -> Path:
+        """Folder of a drawn workload."""
+        return self.root / "workloads" / workload_id
+
+    def environment(self, key: str) -> Path:
+        """Folder of a framework's environment; its freeze file is `freeze.txt` there."""
+        return self.root / "environments" / key
+
+    def cell(self, cell_id: str) -> Path:
+        """Folder of a measured cell."""
+        return self.root / "store" / cell_id
+
+    def study(self, study: str) -> Path:
+        """Folder of a study's view: markers, figures, tables, report."""
+        return self.root / study
+
+    def marker(self, study: str, visit_id: str) -> Path:
+        """The file that says a visit is done: the output of Snakemake's measuring rule."""
+        return self.root / study / "visits" / f"{visit_id}.json"
+
+    def tracking(self, study: str) -> Path:
+        """Which MLflow run holds which cell: written when MLflow agrees with the store."""
+        return self.root / "tracking" / f"{study}.json"
+
+
+def is_whole(cell_dir: Path) -> bool:
+    """Whether a cell was measured. The folder is renamed into place, so existing means whole."""
+    return (cell_dir / SUMMARY).is_file()
+
+
+def write_text(path: Path, text: str) -> bool:
+    """Write `text` whole or not at all; leave a file that already says so untouched.
+
+    Returns whether the file was written. Snakemake compares modification times, so an unchanged file
+    must keep its own.
+    """
+    try:
+        if path.read_text(encoding="utf-8") == text:
+            return False
+    except FileNotFoundError:
+        pass
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as out:
+            out.write(text)
+            out.flush()
+            os.fsync(out.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    return True
+
+
+def write_json(path: Path, value: Any) -> bool:
+    """`write_text` of indented JSON with keys in the given order. NaN is refused: NA is null."""
+    return write_text(path, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+@contextmanager
+def staged(target: Path) -> Iterator[Path]:
+    """A folder to fill that becomes `target` when the block ends, or vanishes when it fails.
+
+    Raises
+    ------
+    FileExistsError
+        `target` is there already: what was measured is never overwritten.
+    """
+    if target.exists():
+        raise FileExistsError(f"{target} is already there; nothing measured is ever overwritten")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    try:
+        yield staging
+        for path in staging.iterdir():
+            if path.is_file():
+                with path.open("rb") as handle:
+                    os.fsync(handle.fileno())
+        os.chmod(staging, 0o755)
+        os.rename(staging, target)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def read_summary(cell_dir: Path) -> dict[str, Any]:
+    """The summary of a measured cell."""
+    with (cell_dir / SUMMARY).open(encoding="utf-8") as handle:
+        summary: dict[str, Any] = json.load(handle)
+    return summary

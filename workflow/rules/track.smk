@@ -1,0 +1,19 @@
+# Tracking: one local process reconciles MLflow with the store; nothing else writes to it.
+
+
+rule sync:
+    input:
+        plan=f"{RESULTS}/plan/{STUDY}/plan.json",
+        cells=f"{RESULTS}/{STUDY}/cells.parquet",
+        report=f"{RESULTS}/{STUDY}/report.pdf",
+    output:
+        f"{RESULTS}/tracking/{STUDY}.json",
+    log:
+        f"{RESULTS}/logs/{STUDY}/track.log",
+    shell:
+        "kvstudy track --plan {input.plan} --results {RESULTS} --out {output} 2> >(tee {log} >&2)"
+
+
+rule track:
+    input:
+        rules.sync.output,
