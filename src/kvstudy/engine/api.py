@@ -1,0 +1,480 @@
+"""The engine's OpenAI-compatible face: completions, chat, models, and what a measurement reads.
+
+What happens once a request may be comfortable; what happens once a token is not: server-sent events are put
+together by hand and written straight to the connection, since server and client often share the cores with
+the model.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import hmac
+import os
+import platform
+import socket
+import sys
+import time
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any, Literal
+
+import orjson
+import torch
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.responses import PlainTextResponse, Response
+from pydantic import BaseModel, Field, ValidationError
+from starlette.types import Receive, Scope, Send
+from transformers import AutoTokenizer
+from transformers.utils import logging
+
+from kvstudy.engine import attention, kernels, metrics
+from kvstudy.engine.config import EngineConfig
+from kvstudy.engine.core import Engine, Output
+from kvstudy.engine.model import ModelMissing
+from kvstudy.engine.policies import UnknownPolicy, WrongOptions
+from kvstudy.engine.request import Request as EngineRequest
+from kvstudy.engine.request import SamplingParams
+from kvstudy.engine.runner import EngineStopped, Runner, Stream
+
+__all__ = ["ModelMissing", "UnknownPolicy", "WrongOptions", "create_app", "serve"]
+
+MAX_BODY_BYTES = 32 << 20
+
+
+class ApiError(Exception):
+    """An answer in OpenAI's error shape."""
+
+    def __init__(self, status: int, message: str, kind: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, "invalid_request_error", param, code)
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+    """As vLLM has it: every chunk carries the usage so far."""
+
+
+class Body(BaseModel):
+    """What both endpoints take. Fields we do not know are ignored, as OpenAI's clients expect."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=10)
+    top_p: float = Field(1.0, gt=0, le=1)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    n: Literal[1] = 1
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False
+    kvstudy_policy: str | None = None
+    """Extension: which of the served policies keeps this request's KV."""
+
+    def stop_strings(self) -> tuple[str, ...]:
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return tuple(s for s in stops if s)
+
+
+class CompletionBody(Body):
+    prompt: str | list[int] | list[str] | list[list[int]]
+    echo: Literal[False] = False
+    logprobs: int | None = Field(None, ge=0, le=20)
+
+
+class ChatBody(Body):
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+
+
+class _Shape:
+    """How one endpoint's answers look, as bytes around the parts that differ a chunk."""
+
+    def __init__(self, chat: bool, model: str, tokenizer: Any) -> None:
+        self.chat = chat
+        self.id = ("chatcmpl-" if chat else "cmpl-") + uuid.uuid4().hex
+        self.created = int(time.time())
+        self.model = model
+        self._tokenizer = tokenizer
+        name = ("chat.completion" if chat else "text_completion") + (".chunk" if chat else "")
+        head = {"id": self.id, "object": name, "created": self.created, "model": model}
+        self._head = b"data: " + orjson.dumps(head)[:-1] + b',"choices":['
+        self._first = self._head + b'{"index":0,"delta":{"role":"assistant","content":""},"finish_reason":null}]'
+        self._open = self._head + (b'{"index":0,"delta":{"content":' if chat else b'{"index":0,"text":')
+        self._close = b"}" if chat else b""
+
+    def chunk(self, text: str, finish: str | None, logprobs: Any, usage: bytes) -> bytes:
+        return b"".join(
+            (
+                self._open,
+                orjson.dumps(text),
+                self._close,
+                b',"logprobs":',
+                orjson.dumps(logprobs) if logprobs is not None else b"null",
+                b',"finish_reason":',
+                b'"' + finish.encode() + b'"' if finish else b"null",
+                b"}]",
+                usage,
+                b"}\n\n",
+            )
+        )
+
+    def first(self, usage: bytes) -> bytes:
+        """Chat begins with a chunk that only names the role."""
+        return self._first + usage + b"}\n\n" if self.chat else b""
+
+    def last(self, usage: bytes, extension: dict[str, Any]) -> bytes:
+        return self._head + b"]" + usage + b',"kvstudy":' + orjson.dumps(extension) + b"}\n\n"
+
+    def logprobs(self, request: EngineRequest, first: int, stop: int) -> Any:
+        """Of output tokens first .. stop - 1, in the endpoint's shape; None where none were asked for."""
+        if request.params.logprobs is None:
+            return None
+
+        def name(token: int) -> str:
+            text: str = self._tokenizer.decode([token])
+            return text
+
+        entries = list(zip(request.output[first:stop], request.logprobs[first:stop], strict=True))
+        if self.chat:
+            return {
+                "content": [
+                    {
+                        "token": name(token),
+                        "logprob": own,
+                        "bytes": list(name(token).encode()),
+                        "top_logprobs": [
+                            {"token": name(t), "logprob": p, "bytes": list(name(t).encode())} for t, p in best
+                        ],
+                    }
+                    for token, (own, best) in entries
+                ]
+            }
+        return {
+            "tokens": [name(token) for token, _ in entries],
+            "token_logprobs": [own for _, (own, _) in entries],
+            "top_logprobs": [{name(t): p for t, p in best} for _, (_, best) in entries],
+            "text_offset": [],
+        }
+
+    def whole(self, request: EngineRequest, text: str) -> dict[str, Any]:
+        """The answer to a request that does not stream."""
+        choice: dict[str, Any] = {"index": 0, "finish_reason": request.finish_reason}
+        if self.chat:
+            choice["message"] = {"role": "assistant", "content": text}
+        else:
+            choice["text"] = text
+        choice["logprobs"] = self.logprobs(request, 0, len(request.output))
+        return {
+            "id": self.id,
+            "object": "chat.completion" if self.chat else "text_completion",
+            "created": self.created,
+            "model": self.model,
+            "choices": [choice],
+            "usage": usage_of(request, len(request.output)),
+            "kvstudy": extension_of(request),
+        }
+
+
+def usage_of(request: EngineRequest, tokens: int) -> dict[str, int]:
+    prompt = request.prompt_tokens
+    return {"prompt_tokens": prompt, "completion_tokens": tokens, "total_tokens": prompt + tokens}
+
+
+def extension_of(request: EngineRequest) -> dict[str, Any]:
+    """What the server alone knows of a request: seconds by phase, the share of KV its decode steps attended to."""
+    share = request.attended_entries / request.full_entries if request.full_entries else None
+    return request.timing() | {"policy": request.policy, "attended_share": share}
+
+
+class EventStream(Response):
+    """Server-sent events, one a token, written straight to the connection; ends when the client goes."""
+
+    def __init__(
+        self, runner: Runner, request: EngineRequest, stream: Stream, shape: _Shape, options: StreamOptions
+    ) -> None:
+        self.runner = runner
+        self.request = request
+        self.stream = stream
+        self.shape = shape
+        self.options = options
+        self.background = None
+        self.status_code = 200
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        gone = asyncio.ensure_future(_wait_for_disconnect(receive, self.runner, self.request, self.stream))
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            async for data in self._events():
+                await send({"type": "http.response.body", "body": data, "more_body": True})
+            await send({"type": "http.response.body", "body": b"", "more_body": False})
+        finally:
+            gone.cancel()
+            self.runner.abort(self.request)
+
+    async def _events(self) -> AsyncIterator[bytes]:
+        request, shape, continuous = self.request, self.shape, self.options.continuous_usage_stats
+        tokens = 0
+        usage = b',"usage":null' if self.options.include_usage else b""
+        while True:
+            output = await self.stream.get()
+            if isinstance(output, BaseException):
+                yield _error_event(output)
+                return
+            tokens += 1
+            if continuous:
+                usage = b',"usage":' + orjson.dumps(usage_of(request, tokens))
+            data = shape.chunk(output.text, output.finish_reason, shape.logprobs(request, tokens - 1, tokens), usage)
+            yield shape.first(usage) + data if tokens == 1 else data
+            if output.finish_reason:
+                break
+        if self.options.include_usage or continuous:
+            yield shape.last(b',"usage":' + orjson.dumps(usage_of(request, tokens)), extension_of(request))
+        yield b"data: [DONE]\n\n"
+
+
+def _error_event(failure: BaseException) -> bytes:
+    error = ApiError(500, str(failure), "server_error").body
+    return b"data: " + orjson.dumps(error) + b"\n\ndata: [DONE]\n\n"
+
+
+async def _wait_for_disconnect(receive: Receive, runner: Runner, request: EngineRequest, stream: Stream) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    runner.abort(request)
+    stream.put_nowait(EngineStopped("the client has gone"))
+
+
+def create_app(engine: Engine, runner: Runner) -> FastAPI:
+    """The routes over a running engine."""
+    app = FastAPI(title="kvstudy engine", docs_url=None, redoc_url=None, openapi_url=None)
+    config, tokenizer = engine.config, engine.tokenizer
+
+    @app.exception_handler(ApiError)
+    async def on_api_error(_: Request, error: ApiError) -> Response:
+        return json_response(error.body, error.status)
+
+    @app.exception_handler(404)
+    async def on_no_route(request: Request, _: Exception) -> Response:
+        return json_response(ApiError(404, f"no such path: {request.url.path}", "not_found_error").body, 404)
+
+    async def read(http: Request, kind: type[Body]) -> Any:
+        """The checked body; raises `ApiError`."""
+        if config.api_key is not None:
+            given = http.headers.get("authorization", "").removeprefix("Bearer ")
+            if not hmac.compare_digest(given.encode(), config.api_key.encode()):
+                raise ApiError(401, "wrong or missing API key", "authentication_error", None, "invalid_api_key")
+        raw = b""
+        async for part in http.stream():
+            raw += part
+            if len(raw) > MAX_BODY_BYTES:
+                raise ApiError(413, f"the body is over {MAX_BODY_BYTES:,} bytes", "invalid_request_error")
+        try:
+            body = kind.model_validate(orjson.loads(raw))
+        except orjson.JSONDecodeError as error:
+            raise bad_request(f"the body is not JSON: {error}") from None
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = str(first["loc"][0]) if first["loc"] else None
+            raise bad_request(f"{where}: {first['msg']}", where) from None
+        if body.model is not None and body.model != config.model_name:
+            raise ApiError(
+                404,
+                f"the model {body.model!r} does not exist; this server has {config.model_name!r}",
+                "not_found_error",
+                "model",
+                "model_not_found",
+            )
+        return body
+
+    async def answer(http: Request, body: Body, ids: list[int], chat: bool, logprobs: int | None) -> Response:
+        wanted = getattr(body, "max_completion_tokens", None) or body.max_tokens
+        if wanted is None:
+            wanted = max(1, engine.max_model_len - len(ids)) if chat else 16
+        params = SamplingParams(
+            max_tokens=wanted,
+            temperature=body.temperature,
+            top_p=body.top_p,
+            seed=body.seed,
+            stop=body.stop_strings(),
+            ignore_eos=body.ignore_eos,
+            logprobs=logprobs,
+        )
+        if runner.open_requests - len(engine.scheduler.running) >= config.max_queue:
+            raise ApiError(
+                429,
+                f"{config.max_queue} requests are waiting already",
+                "rate_limit_error",
+                None,
+                "queue_full",
+            )
+        try:
+            request = engine.new_request(ids, params, body.kvstudy_policy)
+            stream = runner.submit(request)
+        except UnknownPolicy as error:
+            raise bad_request(str(error), "kvstudy_policy") from None
+        except ValueError as error:
+            raise bad_request(str(error), None, "context_length_exceeded" if "length" in str(error) else None) from None
+        except EngineStopped as error:
+            raise ApiError(503, str(error), "server_error") from None
+        shape = _Shape(chat, config.model_name, tokenizer)
+        if body.stream:
+            return EventStream(runner, request, stream, shape, body.stream_options or StreamOptions())
+        gone = asyncio.ensure_future(_wait_for_disconnect(http.receive, runner, request, stream))
+        text = []
+        try:
+            while True:
+                output = await stream.get()
+                if not isinstance(output, Output):
+                    raise ApiError(500, str(output), "server_error")
+                text.append(output.text)
+                if output.finish_reason:
+                    return json_response(shape.whole(request, "".join(text)))
+        finally:
+            gone.cancel()
+            runner.abort(request)
+
+    @app.post("/v1/completions")
+    async def completions(http: Request) -> Response:
+        body: CompletionBody = await read(http, CompletionBody)
+        prompt: Any = body.prompt
+        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
+            if len(prompt) != 1:
+                raise bad_request("one prompt a request: prompt is a string or a list of token ids", "prompt")
+            prompt = prompt[0]
+        if isinstance(prompt, str):
+            prompt = tokenizer(prompt)["input_ids"]
+        return await answer(http, body, prompt, False, body.logprobs)
+
+    @app.post("/v1/chat/completions")
+    async def chat(http: Request) -> Response:
+        body: ChatBody = await read(http, ChatBody)
+        if tokenizer.chat_template is None:
+            raise bad_request("this model has no chat template; use /v1/completions", "messages")
+        try:
+            ids = tokenizer.apply_chat_template(body.messages, add_generation_prompt=True, return_dict=False)
+        except Exception as error:  # whatever a template raises is about the messages
+            raise bad_request(f"the chat template does not take these messages: {error}", "messages") from None
+        return await answer(http, body, ids, True, body.top_logprobs if body.logprobs else None)
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        model = {
+            "id": config.model_name,
+            "object": "model",
+            "created": started,
+            "owned_by": "kvstudy",
+            "max_model_len": engine.max_model_len,
+        }
+        return json_response({"object": "list", "data": [model]})
+
+    @app.get("/health")
+    async def health() -> Response:
+        if runner.failure is not None or not runner.is_alive():
+            return json_response(ApiError(503, str(runner.failure), "server_error").body, 503)
+        return json_response({"status": "ok"})
+
+    @app.get("/metrics")
+    async def metrics_text() -> Response:
+        return PlainTextResponse(metrics.render(engine), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/config")
+    async def effective_config() -> Response:
+        return json_response(effective(engine))
+
+    @app.get("/budget")
+    async def budget() -> Response:
+        return json_response(metrics.attended_shares(engine))
+
+    @app.post("/reset")
+    async def reset() -> Response:
+        await runner.call(engine.reset)
+        return json_response({"status": "ok"})
+
+    started = int(time.time())
+    return app
+
+
+def effective(engine: Engine) -> dict[str, Any]:
+    """The config as it took effect, and what was found beside it."""
+    geometry = dataclasses.asdict(engine.model.geometry)
+    geometry |= {"dtype": str(engine.model.dtype).removeprefix("torch."), "device": str(engine.model.device)}
+    return {
+        "config": engine.config.model_dump(mode="json", exclude={"api_key"}),
+        "model": geometry | {"class": type(engine.model.lm).__name__, "weight_bytes": engine.model.weight_bytes},
+        "max_model_len": engine.max_model_len,
+        "policies": {name: policy.options.model_dump(mode="json") for name, policy in engine.policies.items()},
+        "kv": {
+            pool.tier: {
+                "bytes": pool.usable_bytes,
+                "blocks": pool.num_blocks,
+                "entry_bytes": pool.entry_bytes,
+            }
+            for pool in (engine.device_pool, engine.host_pool)
+        },
+        "threads": torch.get_num_threads(),
+        "cores": sorted(os.sched_getaffinity(0)),
+        "kernels": kernels.describe() if attention.kernels_enabled() else None,
+        "fused": engine.model.fused is not None,
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+    }
+
+
+def json_response(body: Any, status: int = 200) -> Response:
+    return Response(orjson.dumps(body), status, media_type="application/json")
+
+
+class _Server(uvicorn.Server):  # type: ignore[misc]
+    """Says when it is ready, and ends open streams when it is told to stop, so that nothing is waited for."""
+
+    def __init__(self, config: uvicorn.Config, runner: Runner, url: str) -> None:
+        super().__init__(config)
+        self.runner = runner
+        self.url = url
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        print(f"kvstudy engine ready on {self.url}", flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self.runner.stop()
+        await super().shutdown(sockets)
+
+
+def serve(config: EngineConfig, listener: socket.socket) -> None:
+    """Load the model and answer on a bound socket until told to stop (SIGTERM, SIGINT)."""
+    # The engine's thread holds the interpreter for long stretches; the loop's is to get it soon when it has a
+    # token to send.
+    sys.setswitchinterval(1e-3)
+    logging.disable_progress_bar()
+    engine = Engine(config, AutoTokenizer.from_pretrained(config.model_dir))
+    host, port = listener.getsockname()[:2]
+
+    async def run() -> None:
+        runner = Runner(engine, asyncio.get_running_loop())
+        app = create_app(engine, runner)
+        settings = uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=1
+        )
+        runner.start()
+        await _Server(settings, runner, f"http://{host}:{port}").serve([listener])
+        runner.join(timeout=0.5)
+
+    try:
+        import uvloop
+
+        factory = uvloop.new_event_loop
+    except ImportError:
+        factory = asyncio.new_event_loop
+    with asyncio.Runner(loop_factory=factory) as loop:
+        loop.run(run())

@@ -1,0 +1,423 @@
+"""Compiled CPU kernels: built with the system's C compiler at first use, cached, called through ctypes.
+
+The cache is keyed by the sources, the flags, the compiler and the CPU, and lies in `$XDG_CACHE_HOME/kvstudy`,
+else `~/.cache/kvstudy`, else a temporary folder; a build is renamed into place whole, so processes that build
+at the same time do not disturb one another. OpenMP's symbols are left open and found in torch's own libgomp,
+so that torch and the kernels share one pool of threads. Where anything of this fails, `library()` says so
+once and answers None, and plain torch is used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+FOLDER = Path(__file__).parent
+SOURCES = ("attention.c", "prefill.c", "layers.c")
+HEADERS = ("simd.h",)
+BUILD = "-O3 -march=native -fPIC -fopenmp -std=gnu11"
+MATH = "-fno-math-errno -fno-trapping-math -fno-signed-zeros -fassociative-math"
+FLAGS = f"{BUILD} {MATH}".split()
+DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
+SIMD_ONLY = ("prefill", "column_sums", "linear", "llama_before", "llama_after")
+TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
+SIGNATURES = {
+    "kv_store": "pplplplllll",
+    "kv_gather": "ppppllll" + "i",
+    "kv_gather_slots": "ppppllll" + "i",
+    "kv_decode_f32": "plpplpplpll" + "iiiii" + "fi",
+    "kv_decode_bf16": "plpplpplpll" + "iiiii" + "fi",
+    "prefill": "plpllpll" + "iiiii" + "fplpi",
+    "column_sums": "plpll" + "iiiii" + "fppi",
+    "norm_rows": "ppplifi",
+    "rotate_rows": "plppliii",
+    "gate_rows": "pplii",
+    "linear": "plipiipi",
+    "llama_before": "piipfpippiippi",
+    "llama_after": "piipippfpipppi",
+}
+
+
+class Library:
+    """The kernels as functions on tensors; the same signatures as in `attention`."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.threads = torch.get_num_threads()
+        self._lib = ctypes.CDLL(str(path))
+        self.max_tokens: int = self._lib.layers_available()
+        """Tokens up to which `linear` and the `llama_` calls work; 0 where the CPU has no bfloat16 instructions."""
+        for name, letters in SIGNATURES.items():
+            if self.max_tokens or name not in SIMD_ONLY:
+                getattr(self._lib, name).argtypes = [TYPES[letter] for letter in letters]
+        self._decode = {dtype: getattr(self._lib, f"kv_decode_{suffix}") for dtype, suffix in DTYPES.items()}
+
+    def store(self, kv: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """See `attention.store`."""
+        _, _, heads, size, dim = kv.shape
+        k, v = _rows(k), _rows(v)
+        slots = slots.contiguous()
+        width = kv.element_size()
+        self._lib.kv_store(
+            kv.data_ptr(),
+            slots.data_ptr(),
+            int(slots.dim() == 2),
+            k.data_ptr(),
+            k.stride(0) * width,
+            v.data_ptr(),
+            v.stride(0) * width,
+            k.shape[0],
+            heads,
+            size,
+            dim * width,
+        )
+
+    def decode(
+        self,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        tables: torch.Tensor,
+        lengths: torch.Tensor,
+        scale: float,
+        out: torch.Tensor,
+        mass: torch.Tensor | None,
+    ) -> None:
+        """See `attention.decode`."""
+        _, _, kv_heads, size, dim = kv.shape
+        q = _rows(q)
+        rows, heads, _ = q.shape
+        assert tables.dtype == lengths.dtype == torch.int32 and tables.stride(1) == 1
+        assert out.stride(2) == 1 and out.stride(1) == dim
+        failed = self._decode[kv.dtype](
+            q.data_ptr(),
+            q.stride(0),
+            kv.data_ptr(),
+            tables.data_ptr(),
+            tables.stride(0),
+            lengths.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            mass.data_ptr() if mass is not None else None,
+            mass.stride(0) if mass is not None else 0,
+            mass.stride(1) if mass is not None else 0,
+            rows,
+            heads,
+            kv_heads,
+            dim,
+            size,
+            scale,
+            self.threads,
+        )
+        if failed:
+            raise MemoryError("decode attention: no memory for its partial results")
+
+    def gather(self, kv: torch.Tensor, table: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `attention.gather`."""
+        _, _, heads, size, dim = kv.shape
+        k = torch.empty((heads, n, dim), dtype=kv.dtype)
+        v = torch.empty_like(k)
+        table = table.contiguous()
+        self._lib.kv_gather(
+            kv.data_ptr(),
+            table.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            n,
+            heads,
+            size,
+            dim * kv.element_size(),
+            self.threads,
+        )
+        return k, v
+
+    def gather_slots(self, kv: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `attention.gather_slots`."""
+        _, _, heads, size, dim = kv.shape
+        slots = slots.contiguous()
+        k = torch.empty((heads, slots.shape[1], dim), dtype=kv.dtype)
+        v = torch.empty_like(k)
+        self._lib.kv_gather_slots(
+            kv.data_ptr(),
+            slots.data_ptr(),
+            k.data_ptr(),
+            v.data_ptr(),
+            slots.shape[1],
+            heads,
+            size,
+            dim * kv.element_size(),
+            self.threads,
+        )
+        return k, v
+
+    def can_prefill(self, q: torch.Tensor) -> bool:
+        """Whether `prefill` and `column_sums` take queries `[c, heads, head_dim]` like these."""
+        dim = q.shape[2]
+        return self.max_tokens > 0 and q.dtype is torch.bfloat16 and dim % 32 == 0 and dim <= 256
+
+    def prefill(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        start: int,
+        scale: float,
+        out: torch.Tensor,
+        lse: torch.Tensor | None,
+    ) -> None:
+        """See `attention.prefill`."""
+        q = _rows(q)
+        c, heads, dim = q.shape
+        assert k.stride(2) == v.stride(2) == out.stride(2) == 1 and out.stride(1) == dim
+        self._lib.prefill(
+            q.data_ptr(),
+            q.stride(0),
+            k.data_ptr(),
+            k.stride(0),
+            k.stride(1),
+            v.data_ptr(),
+            v.stride(0),
+            v.stride(1),
+            c,
+            start,
+            heads,
+            k.shape[0],
+            dim,
+            scale,
+            out.data_ptr(),
+            out.stride(0),
+            lse.data_ptr() if lse is not None else None,
+            self.threads,
+        )
+
+    def column_sums(
+        self, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, start: int, scale: float
+    ) -> torch.Tensor:
+        """See `attention.column_sums`."""
+        q, lse = _rows(q), lse.contiguous()
+        c, heads, dim = q.shape
+        sums = torch.empty((k.shape[0], start + c), dtype=torch.float32)
+        failed = self._lib.column_sums(
+            q.data_ptr(),
+            q.stride(0),
+            k.data_ptr(),
+            k.stride(0),
+            k.stride(1),
+            c,
+            start,
+            heads,
+            k.shape[0],
+            dim,
+            scale,
+            lse.data_ptr(),
+            sums.data_ptr(),
+            self.threads,
+        )
+        if failed:
+            raise MemoryError("column sums: no memory for the packed queries")
+        return sums
+
+    # -- the rest of a layer: see `fused`. All tensors are bfloat16; rows are contiguous
+    # --------------------------------
+
+    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """RMS norm of x `[tokens, n]`."""
+        out = torch.empty_like(x)
+        tokens, n = x.shape
+        self._lib.norm_rows(x.data_ptr(), weight.data_ptr(), out.data_ptr(), tokens, n, eps, self.threads)
+        return out
+
+    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> None:
+        """RoPE in place of the first `heads` heads of x `[tokens, width]`; cos and sin `[tokens, head_dim]`."""
+        tokens, dim = cos.shape
+        self._lib.rotate_rows(
+            x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), tokens, heads, dim, self.threads
+        )
+
+    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """silu(gate) * up of `[tokens, 2 n]` -> `[tokens, n]`, n a multiple of 16."""
+        tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
+        out = torch.empty((tokens, n), dtype=gate_up.dtype)
+        self._lib.gate_rows(gate_up.data_ptr(), out.data_ptr(), tokens, n, self.threads)
+        return out
+
+    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """x `[tokens, k]` times weight `[n, k]` transposed, n a multiple of 16 and k of 32."""
+        tokens, k = x.shape
+        n = weight.shape[0]
+        out = torch.empty((tokens, n), dtype=x.dtype)
+        self._lib.linear(x.data_ptr(), x.stride(0), tokens, weight.data_ptr(), n, k, out.data_ptr(), self.threads)
+        return out
+
+    def llama_before(
+        self,
+        hidden: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        w_qkv: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        rotated_heads: int,
+        normed: torch.Tensor,
+        qkv: torch.Tensor,
+    ) -> None:
+        """`normed` and `qkv` (q and k rotated) from `hidden`."""
+        tokens, size = hidden.shape
+        self._lib.llama_before(
+            hidden.data_ptr(),
+            tokens,
+            size,
+            norm.data_ptr(),
+            eps,
+            w_qkv.data_ptr(),
+            w_qkv.shape[0],
+            cos.data_ptr(),
+            sin.data_ptr(),
+            rotated_heads,
+            cos.shape[1],
+            normed.data_ptr(),
+            qkv.data_ptr(),
+            self.threads,
+        )
+
+    def llama_after(
+        self,
+        hidden: torch.Tensor,
+        attended: torch.Tensor,
+        w_out: torch.Tensor,
+        norm: torch.Tensor,
+        eps: float,
+        w_gate_up: torch.Tensor,
+        w_down: torch.Tensor,
+        normed: torch.Tensor,
+        act: torch.Tensor,
+    ) -> None:
+        """`hidden` after the layer, in place; `normed` and `act` are scratch."""
+        tokens, size = hidden.shape
+        self._lib.llama_after(
+            hidden.data_ptr(),
+            tokens,
+            size,
+            attended.data_ptr(),
+            w_out.shape[1],
+            w_out.data_ptr(),
+            norm.data_ptr(),
+            eps,
+            w_gate_up.data_ptr(),
+            w_down.shape[1],
+            w_down.data_ptr(),
+            normed.data_ptr(),
+            act.data_ptr(),
+            self.threads,
+        )
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x `[tokens, heads, dim]` with its last two dimensions contiguous: x itself, where it is so already."""
+    _, heads, dim = x.shape
+    return x if x.stride(2) == 1 and (heads == 1 or x.stride(1) == dim) else x.contiguous()
+
+
+@functools.cache
+def library() -> Library | None:
+    """The kernels, built if need be; None, after one warning, where they cannot be had."""
+    if os.environ.get("KVSTUDY_NO_KERNELS"):
+        return None
+    try:
+        _open_openmp()
+        return Library(_built())
+    except (OSError, subprocess.CalledProcessError) as error:
+        detail = (
+            error.stderr.decode(errors="replace")[-2000:] if isinstance(error, subprocess.CalledProcessError) else error
+        )
+        logger.warning("no compiled kernels (%s); attention runs in plain torch, which is slower", detail)
+        return None
+
+
+def describe() -> dict[str, Any] | None:
+    """What is in use, for a record of the run."""
+    lib = library()
+    return None if lib is None else {"build": lib.path.stem, "compiler": _compiler_version(_compiler())}
+
+
+def _open_openmp() -> None:
+    """Make torch's OpenMP runtime visible to the kernels."""
+    for name in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*")):
+        ctypes.CDLL(str(name), mode=ctypes.RTLD_GLOBAL)
+        return
+    ctypes.CDLL("libgomp.so.1", mode=ctypes.RTLD_GLOBAL)
+
+
+def _compiler() -> str:
+    for name in (os.environ.get("CC", ""), "cc", "gcc"):
+        if name and (found := shutil.which(name)):
+            return found
+    raise FileNotFoundError("no C compiler (cc) found")
+
+
+def _compiler_version(compiler: str) -> str:
+    return subprocess.run([compiler, "--version"], capture_output=True, check=True, text=True).stdout.splitlines()[0]
+
+
+def _cpu() -> str:
+    """The CPU's model and features: a build for one must not be loaded on another."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return "\n".join(sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))}))
+    except OSError:
+        return platform.processor()
+
+
+def _built() -> Path:
+    """The shared library, from the cache or freshly compiled."""
+    compiler = _compiler()
+    digest = hashlib.sha256()
+    for name in SOURCES + HEADERS:
+        digest.update((FOLDER / name).read_bytes())
+    digest.update("\0".join([*FLAGS, _compiler_version(compiler), _cpu()]).encode())
+    target = _cache() / f"kernels-{digest.hexdigest()[:16]}.so"
+    if target.exists():
+        return target
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        objects = []
+        for name in SOURCES:
+            objects.append(f"{scratch}/{name}.o")
+            command = [compiler, *FLAGS, "-c", str(FOLDER / name), "-o", objects[-1]]
+            subprocess.run(command, check=True, capture_output=True)
+        # Linked without -fopenmp: see the module's docstring.
+        subprocess.run(
+            [compiler, "-shared", *objects, "-lm", "-o", f"{scratch}/out.so"], check=True, capture_output=True
+        )
+        os.replace(f"{scratch}/out.so", target)
+    return target
+
+
+def _cache() -> Path:
+    base = os.environ.get("XDG_CACHE_HOME")
+    for folder in (Path(base) / "kvstudy" if base else None, Path("~/.cache/kvstudy").expanduser()):
+        if folder is None:
+            continue
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (OSError, RuntimeError):
+            continue
+        if os.access(folder, os.W_OK):
+            return folder
+    # Not shared with other users: what is loaded from here is code.
+    private = Path(tempfile.gettempdir()) / f"kvstudy-{os.getuid()}"
+    private.mkdir(mode=0o700, exist_ok=True)
+    if private.stat().st_uid != os.getuid():
+        raise PermissionError(f"{private} belongs to someone else")
+    return private

@@ -1,0 +1,205 @@
+"""A Hugging Face decoder model run on a packed batch, its attention handed to whoever serves the step.
+
+One forward a step: all tokens of the step lie side by side in one row, `input_ids [1, T]` with their true
+positions, so the linear layers run over the union of all requests. Attention goes through the library's
+attention interface: our function gets q, k, v of the new tokens only and asks the step's `Attend` for the
+result. The library's own cache is not used.
+
+`fused` replaces the library's layer loop, with the same weights and the same arithmetic, for the families it
+knows.
+"""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from kvstudy.engine import fused
+from kvstudy.engine.config import EngineConfig
+from kvstudy.engine.policies.base import Geometry
+
+
+class Attend(Protocol):
+    """What a step's attention is asked through."""
+
+    wants_input: bool
+
+    def attention_input(self, layer: int, hidden: torch.Tensor) -> None:
+        """See the input of a layer's attention, `[T, hidden]`. Only called where `wants_input`."""
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attend: q `[T, heads, head_dim]`, k and v `[T, kv_heads, head_dim]`, rotated -> like q."""
+
+
+class ModelMissing(FileNotFoundError):
+    """There is no model in the folder; the message says what is missing."""
+
+
+class _Probe:
+    """An `Attend` that learns how the library calls: head counts come from the shapes."""
+
+    wants_input = False
+
+    def attention_input(self, layer: int, hidden: torch.Tensor) -> None:
+        pass
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        self.heads, self.kv_heads, self.head_dim = q.shape[1], k.shape[1], q.shape[2]
+        return torch.zeros_like(q)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Registered with the library as `kvstudy`: q `[1, heads, T, d]` -> `[1, T, heads, d]`."""
+    model: Model = module.kvstudy  # type: ignore[assignment]
+    model.scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    out = model.attend(
+        module.layer_idx,  # type: ignore[arg-type]
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+    )
+    return out[None], None
+
+
+AttentionInterface.register("kvstudy", _attention)
+
+
+class Model:
+    """A loaded model: `forward` runs one step; `geometry` is what policies know of it."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.device = torch.device(config.device)
+        self.dtype: torch.dtype = getattr(torch, config.dtype)
+        self.lm = _load(config, self.dtype).to(self.device).eval().requires_grad_(False)
+        self.config = self.lm.config
+        self.attention_modules = self._find_attention()
+        self.scale = 1.0
+        self.attend: Attend = _Probe()
+        self.fused: fused.Llama | None = None
+        self.geometry = self._probe()
+        self.eos_ids = _eos_ids(config.model_dir, self.config)
+        if config.use_kernels:
+            self.fused = fused.build(self.lm, self.geometry)
+        for layer, module in enumerate(self.attention_modules):
+            module.register_forward_pre_hook(self._input_hook(layer), with_kwargs=True)
+        gc.collect()
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of all parameters and buffers; what is tied or shared counts once."""
+        seen = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.lm.state_dict().values()}
+        return sum(seen.values())
+
+    def workspace_bytes(self, tokens: int, sampled: int, longest: int) -> int:
+        """Bytes of activations a step of this size holds at most, by its shapes.
+
+        That is residual, normed input, q, k, v, attention output and the MLP's two halves of each token, the logits
+        (and their float32 copy) of the sampled ones, and one layer's K and V of the longest prompt, gathered.
+        """
+        g, c = self.geometry, self.config
+        mlp = getattr(c, "intermediate_size", None) or getattr(c, "ffn_dim", 4 * g.hidden_size)
+        per_token = 3 * g.hidden_size + 2 * (g.heads + g.kv_heads) * g.head_dim + 2 * mlp
+        gathered = 2 * longest * g.kv_heads * g.head_dim
+        logits = sampled * c.vocab_size
+        return (tokens * per_token + gathered + logits) * self.dtype.itemsize + 4 * logits
+
+    @torch.inference_mode()
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, keep: torch.Tensor) -> torch.Tensor:
+        """One step: ids, positions int64 `[T]` -> logits `[len(keep), vocab]` of the tokens that `keep` indexes."""
+        self.attend = attend
+        if self.fused is not None:
+            return self.fused.forward(ids, positions, attend, keep)
+        out = self.lm(input_ids=ids[None], position_ids=positions[None], use_cache=False, logits_to_keep=keep)
+        logits: torch.Tensor = out.logits[0]
+        return logits
+
+    def rotate(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """RoPE of x `[T, heads, head_dim]` at `positions`; x itself for models without it."""
+        rotary = getattr(self.lm.base_model, "rotary_emb", None)
+        if rotary is None:
+            return x
+        cos, sin = (t[0][:, None] for t in rotary(x, position_ids=positions[None]))
+        half = x.shape[-1] // 2
+        return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
+
+    def project_q(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
+        """A layer's queries from an attention input `[T, hidden]`: with bias and the model's scaling, not rotated."""
+        module: Any = self.attention_modules[layer]
+        q: torch.Tensor = module.q_proj(hidden)
+        if self.geometry.scale == 1.0:
+            q = q * getattr(module, "scaling", 1.0)
+        return q.view(hidden.shape[0], self.geometry.heads, self.geometry.head_dim)
+
+    def _find_attention(self) -> list[torch.nn.Module]:
+        found = [m for m in self.lm.modules() if hasattr(m, "q_proj") and hasattr(m, "layer_idx")]
+        found.sort(key=lambda m: m.layer_idx)
+        if len(found) != self.config.num_hidden_layers:
+            raise ValueError(
+                f"{type(self.lm).__name__}: no attention layers with q_proj found; this model is not supported"
+            )
+        for module in found:
+            module.kvstudy = self  # type: ignore[assignment]
+        return found
+
+    def _probe(self) -> Geometry:
+        """Run one token through, to see shapes and scale as the library itself gives them."""
+        one = torch.zeros(1, dtype=torch.int64, device=self.device)
+        probe = _Probe()
+        self.forward(one, one, probe, one)
+        return Geometry(
+            layers=self.config.num_hidden_layers,
+            heads=probe.heads,
+            kv_heads=probe.kv_heads,
+            head_dim=probe.head_dim,
+            hidden_size=self.config.hidden_size,
+            max_positions=self.config.max_position_embeddings,
+            scale=self.scale,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
+    def _input_hook(self, layer: int) -> Any:
+        def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if self.attend.wants_input:
+                hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
+                self.attend.attention_input(layer, hidden[0])
+
+        return hook
+
+
+def _load(config: EngineConfig, dtype: torch.dtype) -> Any:
+    folder = config.model_dir
+    if not (folder / "config.json").is_file():
+        raise ModelMissing(f"no model in {folder}: config.json is missing")
+    if config.random_weights:
+        torch.manual_seed(config.seed)
+        hf = AutoConfig.from_pretrained(folder)
+        return AutoModelForCausalLM.from_config(hf, dtype=dtype, attn_implementation="kvstudy")
+    if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
+        raise ModelMissing(f"no weights in {folder}: neither *.safetensors nor *.bin (random_weights draws them)")
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="kvstudy")
+
+
+def _eos_ids(folder: Path, config: Any) -> frozenset[int]:
+    """Ids that end a generation: the model's config and, where there is one, its generation config."""
+    found: set[int] = set()
+    sources = [config]
+    if (folder / "generation_config.json").is_file():
+        sources.append(GenerationConfig.from_pretrained(folder))
+    for source in sources:
+        ids = source.eos_token_id
+        if ids is not None:
+            found |= {ids} if isinstance(ids, int) else set(ids)
+    return frozenset(found)

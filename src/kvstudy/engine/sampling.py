@@ -1,0 +1,52 @@
+"""The next token from a row of logits: greedy, or temperature and top-p with a seed a request."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvstudy.engine.request import Request
+
+
+def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+    """One token a request, from logits `[requests, vocab]` of any float type.
+
+    A forced token is taken whatever the logits. Appends to `request.logprobs` and `request.logits` what was asked
+    for. Greedy ties go to the lower id.
+    """
+    tokens: list[int] = logits.argmax(-1).tolist()
+    for row, request in enumerate(requests):
+        params = request.params
+        if params.forced_tokens is not None:
+            tokens[row] = params.forced_tokens[len(request.output)]
+        elif params.temperature > 0:
+            tokens[row] = _draw(logits[row].float(), request)
+        if params.return_logits:
+            request.logits.append(logits[row].float().cpu())
+        if params.logprobs is not None:
+            request.logprobs.append(_logprobs(logits[row].float(), tokens[row], params.logprobs))
+    return tokens
+
+
+def _draw(logits: torch.Tensor, request: Request) -> int:
+    """Sample at the request's temperature from the smallest set of tokens whose probability reaches top_p."""
+    params = request.params
+    if request.generator is None:
+        request.generator = torch.Generator(logits.device)
+        seed = params.seed if params.seed is not None else torch.seed()
+        request.generator.manual_seed(seed % (1 << 63))
+    p = (logits / params.temperature).softmax(-1)
+    if params.top_p < 1.0:
+        ordered, index = p.sort(descending=True)
+        before = ordered.cumsum(-1) - ordered
+        ordered[before >= params.top_p] = 0.0
+        return int(index[torch.multinomial(ordered, 1, generator=request.generator)])
+    return int(torch.multinomial(p, 1, generator=request.generator))
+
+
+def _logprobs(logits: torch.Tensor, token: int, top: int) -> tuple[float, list[tuple[int, float]]]:
+    logp = logits.log_softmax(-1)
+    best = logp.topk(top) if top else None
+    pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True)) if best else []
+    return float(logp[token]), pairs

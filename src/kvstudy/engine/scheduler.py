@@ -1,0 +1,135 @@
+"""Who runs in the next step: first come, first served, admitted by what the pools can promise.
+
+`continuous`: every request past its prompt decodes one token a step, and up to `max_prefill_tokens` prompt
+tokens ride along, so a long prompt stalls nobody; requests join as soon as they fit and leave when they are
+done. `static`: a batch is formed from the queue when nothing runs, its prompts are computed one by one, then
+all decode together, and nobody joins until the last of them is done (as the paper and the authors' forks do).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from kvstudy.engine.config import EngineConfig
+from kvstudy.engine.policies.base import Chunk, Policy
+from kvstudy.engine.pool import BlockPool
+from kvstudy.engine.request import Request, Status
+
+
+class RequestTooLarge(ValueError):
+    """The request could never be admitted, however long it waited."""
+
+
+@dataclass(slots=True)
+class Plan:
+    """One step: requests that decode a token, and parts of prompts."""
+
+    decode: list[Request] = field(default_factory=list)
+    chunks: list[Chunk] = field(default_factory=list)
+    admitted: list[Request] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.decode or self.chunks)
+
+
+class Scheduler:
+    """Holds the queue and the running requests; moves requests between them, and their promises with them."""
+
+    def __init__(
+        self, config: EngineConfig, policies: dict[str, Policy], device_pool: BlockPool, host_pool: BlockPool
+    ) -> None:
+        self.config = config
+        self.policies = policies
+        self.device_pool = device_pool
+        self.host_pool = host_pool
+        self.waiting: deque[Request] = deque()
+        self.running: list[Request] = []
+        self.peak_running = 0
+
+    def check(self, request: Request) -> None:
+        """Raises `RequestTooLarge` for a request that could never run."""
+        need = self.policies[request.policy].reserve(request.prompt_tokens, request.params.max_tokens)
+        for pool, nbytes in ((self.device_pool, need.device_peak_bytes), (self.host_pool, need.host_bytes)):
+            if nbytes > pool.usable_bytes:
+                asked = f"{request.prompt_tokens} prompt and {request.params.max_tokens} output tokens"
+                raise RequestTooLarge(
+                    f"{asked} need {nbytes:,} bytes of {pool.tier} KV memory with policy {request.policy!r}; "
+                    f"the pool has {pool.usable_bytes:,}"
+                )
+
+    def add(self, request: Request) -> None:
+        """Queue a request that `check` has passed."""
+        self.waiting.append(request)
+
+    def schedule(self) -> Plan:
+        """Choose the next step. An empty plan means that there is nothing to do."""
+        plan = self._static() if self.config.scheduler == "static" else self._continuous()
+        self.peak_running = max(self.peak_running, len(self.running))
+        return plan
+
+    def _continuous(self) -> Plan:
+        plan = Plan(decode=[r for r in self.running if not r.in_prefill])
+        left = self.config.max_prefill_tokens
+        for request in self.running:
+            if request.in_prefill and left:
+                left -= self._chunk(plan, request, left)
+        while left and (request := self._admit()) is not None:
+            plan.admitted.append(request)
+            left -= self._chunk(plan, request, left)
+        return plan
+
+    def _static(self) -> Plan:
+        plan = Plan()
+        if not self.running:
+            while (request := self._admit()) is not None:
+                plan.admitted.append(request)
+        for request in self.running:
+            if request.in_prefill:
+                self._chunk(plan, request, self.config.max_prefill_tokens)
+                return plan
+        plan.decode = list(self.running)
+        return plan
+
+    def _chunk(self, plan: Plan, request: Request, most: int) -> int:
+        length = min(most, request.prompt_tokens - request.computed)
+        last = request.computed + length == request.prompt_tokens
+        plan.chunks.append(Chunk(request, request.computed, length, last))
+        return length
+
+    def _admit(self) -> Request | None:
+        """Move the head of the queue to the running requests, if its promise can be made; nobody overtakes it."""
+        if not self.waiting or len(self.running) >= self.config.max_num_seqs:
+            return None
+        request = self.waiting[0]
+        policy = self.policies[request.policy]
+        need = policy.reserve(request.prompt_tokens, request.params.max_tokens)
+        if not self.device_pool.reserve(need.device_peak_bytes):
+            return None
+        if not self.host_pool.reserve(need.host_bytes):
+            self.device_pool.unreserve(need.device_peak_bytes)
+            return None
+        self.waiting.popleft()
+        request.reserved = (need.device_peak_bytes, need.host_bytes)
+        request.status = Status.RUNNING
+        policy.open(request)
+        self.running.append(request)
+        return request
+
+    def prompt_done(self, request: Request) -> None:
+        """Take back what was promised for the prompt alone."""
+        need = self.policies[request.policy].reserve(request.prompt_tokens, request.params.max_tokens)
+        self.device_pool.unreserve(request.reserved[0] - need.device_bytes)
+        request.reserved = (need.device_bytes, need.host_bytes)
+
+    def finish(self, request: Request) -> None:
+        """Remove a request, running or waiting, and give back all that it holds."""
+        if request.status is Status.RUNNING:
+            self.running.remove(request)
+            self.policies[request.policy].close(request)
+            self.device_pool.unreserve(request.reserved[0])
+            self.host_pool.unreserve(request.reserved[1])
+            request.reserved = (0, 0)
+        elif request in self.waiting:
+            self.waiting.remove(request)
+        request.status = Status.FINISHED
