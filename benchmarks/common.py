@@ -1,0 +1,50 @@
+"""What every benchmark shares: rows, the machine, and `--json`.
+
+A benchmark answers `--json` with one object, `{"machine": {...}, "rows": [{"name", "value", "unit", "ratio", "target",
+"met"}, ...]}`, and otherwise prints a table. Exit code 1 when a target was not met.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Row:
+    """One number. `ratio` is to what it is compared with; `target` is what `value` should reach, if anything."""
+
+    name: str
+    value: float | None
+    unit: str
+    ratio: float | None = None
+    target: float | None = None
+    met: bool | None = None
+
+
+def machine() -> dict[str, Any]:
+    """The machine that the rows were measured on."""
+    from kvstudy.measure import fingerprint
+
+    stable = fingerprint.stable()
+    return {**stable, "fingerprint": fingerprint.fingerprint(stable), "conditions": fingerprint.volatile()}
+
+
+def main(description: str, rows: Callable[[], Sequence[Row]]) -> None:
+    """Command line of a benchmark."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
+    options = parser.parse_args()
+    found = rows()
+    if options.json:
+        print(json.dumps({"machine": machine(), "rows": [asdict(row) for row in found]}, indent=1))
+    else:
+        for row in found:
+            value = "NA" if row.value is None else f"{row.value:.4g}"
+            ratio = "" if row.ratio is None else f"  x{row.ratio:.3g}"
+            target = "" if row.met is None else f"  target {row.target:.4g}: {'met' if row.met else 'NOT MET'}"
+            print(f"{row.name:55} {value:>10} {row.unit}{ratio}{target}")
+    raise SystemExit(0 if all(row.met is not False for row in found) else 1)

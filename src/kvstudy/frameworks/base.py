@@ -1,0 +1,422 @@
+"""What every framework's server answers, and how a server process is started, watched and stopped.
+
+A framework's module gives a command, an environment and the names of its metrics; everything that must be the
+same for all is here: own process group, pinned to `hardware.server_cores`, output to a file, a bound on the
+time to come up, and the reading of the end of that file when it dies. Faults of the installation
+(`Unavailable`) are told from results (`OutOfMemory`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import re
+import signal
+import socket
+import subprocess
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import psutil
+
+from kvstudy.frameworks import http
+from kvstudy.grid.schema import Deployment
+
+MIB = 1 << 20
+_TAIL_BYTES = 200_000
+_STOP_S = 10.0
+
+Death = Literal["oom", "port", "model", "crashed"]
+
+
+class Unavailable(Exception):
+    """The installation is at fault (no binary, no model, port in use): one line that says what to do."""
+
+
+class OutOfMemory(Exception):
+    """The deployment does not fit into its memory. That is a result, not a fault."""
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """A metric of the server that is a memory of ours: bytes = value x `factor`, summed over its samples.
+
+    `since_start` subtracts the value at the start of the load (counters).
+    """
+
+    metric: str
+    kind: str
+    tier: str
+    factor: float = 1.0
+    labels: dict[str, str] = field(default_factory=dict)
+    since_start: bool = False
+
+
+@dataclass(frozen=True)
+class Watch:
+    """What the memory sampler must know; plain data, because it runs in a process of its own."""
+
+    metrics_url: str
+    pid: int
+    gauges: tuple[Gauge, ...]
+    constants: tuple[tuple[str, str, int], ...] = ()  # (kind, tier, bytes)
+    running: str | None = None  # metric of running requests
+    waiting: str | None = None
+    gpu_process: bool = False  # ask NVML what the process tree holds
+    limit_bytes: int | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """For the sampler's standard input."""
+        return asdict(self)
+
+
+@dataclass
+class Counters:
+    """What a server has counted since it started; None where it does not say. Differences belong to a load."""
+
+    attended_entries: float | None = None
+    full_entries: float | None = None
+    kept_entries: float | None = None
+    preemptions: float | None = None
+    moved_h2d: float | None = None
+    moved_d2h: float | None = None
+    prefix_queries: float | None = None  # prompt tokens looked up in a prefix cache
+    prefix_hits: float | None = None
+    queue_s: float | None = None  # sum over requests, where the server has only a histogram
+    queue_n: float | None = None
+    kv_live_peak_device: float | None = None  # since the last reset; not a counter
+    kv_live_peak_host: float | None = None
+    workspace_peak: float | None = None
+    running_peak: float | None = None
+
+
+class Server(Protocol):
+    """A framework that is up."""
+
+    url: str
+    model_name: str
+
+    def asked(self) -> dict[str, Any]:
+        """What the effective config must say, by our names."""
+
+    def effective_config(self) -> dict[str, Any]:
+        """What the server says it runs with, by our names, and under `raw` in its own."""
+
+    def counters(self) -> Counters:
+        """The server's counters now."""
+
+    def watch(self) -> Watch:
+        """How to sample its memory."""
+
+    def reset(self) -> None:
+        """Forget peaks and cached prefixes of an earlier load."""
+
+    def failure(self) -> str | None:
+        """Why it is dead, in one line; None while it lives."""
+
+    def death(self) -> Death:
+        """The class of its death."""
+
+    def stop(self) -> None:
+        """Take it down, whatever state it is in; returns when its processes are gone."""
+
+    def log_size(self) -> int:
+        """Bytes it has printed so far."""
+
+    def log_text(self, start: int = 0) -> str:
+        """What it has printed from that byte on."""
+
+
+# --- the end of a log ----------------------------------------------------------------------------
+
+_OOM = re.compile(
+    r"CUDA out of memory|OutOfMemoryError|MemoryError|bad_alloc|[Cc]annot allocate memory|can't allocate memory"
+    r"|not enough memory|No available memory for the cache|larger than the available KV cache memory"
+    r"|is less than desired|less than requested memory for kv|out of memory",
+)
+_PORT = re.compile(r"[Aa]ddress already in use|Errno 98|cannot listen on", re.DOTALL)
+_MODEL = re.compile(
+    r"is not a valid model identifier|does not appear to have a file named|no model in|[Mm]odel ?[Mm]issing"
+    r"|is not a prepared model|Can't load the (?:model|configuration|tokenizer)|No such file or directory: .*model"
+)
+_LINE = re.compile(r"^[A-Za-z_.]*(?:Error|Exception|Exit|Interrupt)\b.*|^kvstudy engine: .*|^.*\berror\b.*", re.M)
+
+
+def classify(tail: str, returncode: int | None) -> Death:
+    """Why a server died, from the end of what it printed and its exit code."""
+    if _OOM.search(tail) or returncode == -signal.SIGKILL:
+        return "oom"
+    if _PORT.search(tail):
+        return "port"
+    if _MODEL.search(tail):
+        return "model"
+    return "crashed"
+
+
+def last_words(tail: str, returncode: int | None) -> str:
+    """The line of a log that says most about a death."""
+    lines = [line.strip() for line in tail.splitlines() if line.strip()]
+    for pattern in (_OOM, _PORT, _MODEL, _LINE):
+        for line in reversed(lines):
+            if pattern.search(line):
+                return re.sub(r"\x1b\[[0-9;]*m", "", line)[:300]
+    ended = f"exit code {returncode}" if returncode is not None else "no exit code"
+    if returncode is not None and returncode < 0:
+        ended = f"killed by {signal.Signals(-returncode).name}"
+    return ended if not lines else f"{ended}; its last line: {lines[-1][:250]}"
+
+
+# --- a server process ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Everything a framework's module needs to bring a deployment up."""
+
+    deployment: Deployment
+    model_dir: Path
+    card: dict[str, Any]  # model.json of the prepared model
+    environment_dir: Path | None  # of frameworks that have one
+    work_dir: Path  # for the log and generated config
+    gpu_ids: tuple[str, ...] = ()
+    pass_fds: tuple[int, ...] = ()  # leases, which must live as long as the server
+    port: int = 0
+    host: str = "127.0.0.1"
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the KV pool."""
+        return int(self.deployment.kv_memory_mib * MIB)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values over all layers."""
+        return int(self.card["kv_bytes_per_token"])
+
+    @property
+    def max_model_len(self) -> int:
+        """What the model takes, or what the pool can hold of one request, whichever is less."""
+        return min(self.deployment.model.max_model_len, self.kv_bytes // self.kv_bytes_per_token)
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port(host: str, port: int) -> None:
+    """Raise `Unavailable` if something listens there already."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+        except OSError as error:
+            raise Unavailable(f"cannot listen on {host}:{port}: {error.strerror} (choose another --port)") from error
+
+
+def _die_with_parent() -> None:
+    """In the child: be killed when the measuring process dies, however it dies (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # 1 is PR_SET_PDEATHSIG
+
+
+def start(
+    command: Sequence[str],
+    *,
+    env: dict[str, str],
+    log: Path,
+    cores: Sequence[int],
+    pass_fds: Sequence[int] = (),
+    cwd: Path | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a command in a process group of its own, pinned to `cores`, printing to `log`.
+
+    Raises
+    ------
+    Unavailable
+        The command or a core is not there.
+    """
+    mine = os.sched_getaffinity(0)
+    try:
+        if cores:
+            try:
+                os.sched_setaffinity(
+                    0, cores
+                )  # inherited by the child, so that it is pinned from its first instruction
+            except OSError as error:
+                raise Unavailable(
+                    f"hardware.server_cores names cores {list(cores)}, of which this machine lacks some "
+                    f"(it has {os.cpu_count()}): correct conf/hardware"
+                ) from error
+        with log.open("ab") as out:
+            return subprocess.Popen(
+                list(command),
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                pass_fds=tuple(pass_fds),
+                cwd=cwd,
+                preexec_fn=_die_with_parent,
+            )
+    except (FileNotFoundError, PermissionError) as error:
+        raise Unavailable(f"cannot start {command[0]}: {error.strerror}") from error
+    finally:
+        os.sched_setaffinity(0, mine)
+
+
+def stop_group(process: subprocess.Popen[bytes], wait_s: float = _STOP_S) -> None:
+    """Stop a process group: SIGTERM, then SIGKILL; also descendants that left the group."""
+    family = []
+    with contextlib.suppress(psutil.Error):
+        family = psutil.Process(process.pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGTERM)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(wait_s)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for child in family:
+        with contextlib.suppress(psutil.Error):
+            child.kill()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(5.0)
+    psutil.wait_procs(family, timeout=5.0)
+
+
+class ServerProcess(ABC):
+    """A server run as a process of ours. Subclasses give the command and the names of its metrics."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.launch = launch
+        self.deployment = launch.deployment
+        self.port = launch.port or free_port()
+        self.url = f"http://{launch.host}:{self.port}"
+        self.model_name = launch.deployment.model.name
+        self.log = launch.work_dir / f"server-{self.port}.log"
+        self.process: subprocess.Popen[bytes] | None = None
+        self.bring_up_s = 0.0
+
+    @abstractmethod
+    def command(self) -> list[str]:
+        """The command line."""
+
+    @abstractmethod
+    def environment(self) -> dict[str, str]:
+        """Environment variables of the process."""
+
+    @abstractmethod
+    def asked(self) -> dict[str, Any]:
+        """What the effective config must say, by our names."""
+
+    @abstractmethod
+    def effective_config(self) -> dict[str, Any]:
+        """What the server says it runs with."""
+
+    @abstractmethod
+    def counters(self) -> Counters:
+        """The server's counters now."""
+
+    @abstractmethod
+    def watch(self) -> Watch:
+        """How to sample its memory."""
+
+    @abstractmethod
+    def reset(self) -> None:
+        """Forget peaks and cached prefixes."""
+
+    def bring_up(self, bound_s: float, waiting: Callable[[float], None] | None = None) -> None:
+        """Start and wait until it is healthy.
+
+        Raises
+        ------
+        Unavailable
+            It ended, or did not answer within `bound_s`; the message has its last words.
+        OutOfMemory
+            It ended for want of memory.
+        """
+        check_port(self.launch.host, self.port)
+        begun = time.monotonic()
+        self.process = start(
+            self.command(),
+            env=self.environment(),
+            log=self.log,
+            cores=self.deployment.hardware.server_cores,
+            pass_fds=self.launch.pass_fds,
+            cwd=self.launch.work_dir,
+        )
+        while True:
+            elapsed = time.monotonic() - begun
+            if self.process.poll() is not None:
+                words = last_words(self.log_tail(), self.process.returncode)
+                kind = self.death()
+                self.stop()
+                if kind == "oom":
+                    raise OutOfMemory(words)
+                name = self.deployment.framework.name
+                raise Unavailable(f"{name} did not come up: {words}")
+            if http.is_healthy(self.url):
+                break
+            if elapsed > bound_s:
+                self.stop()
+                raise Unavailable(
+                    f"{self.deployment.framework.name} was not up after {bound_s:g} s "
+                    f"(framework.bring_up_s); it said last: {last_words(self.log_tail(), None)}"
+                )
+            if waiting is not None:
+                waiting(elapsed)
+            time.sleep(0.1)
+        self.bring_up_s = time.monotonic() - begun
+
+    def failure(self) -> str | None:
+        """Why it is dead; None while it lives."""
+        if self.process is None:
+            return "not started"
+        code = self.process.poll()
+        if code is None:
+            return None
+        return last_words(self.log_tail(), code)
+
+    def death(self) -> Death:
+        """The class of its death."""
+        return classify(self.log_tail(), self.process.returncode if self.process else None)
+
+    def stop(self) -> None:
+        """Take it down."""
+        if self.process is not None:
+            stop_group(self.process)
+
+    def log_size(self) -> int:
+        """Bytes printed so far."""
+        return self.log.stat().st_size if self.log.exists() else 0
+
+    def log_text(self, start: int = 0) -> str:
+        """What it has printed from that byte on."""
+        if not self.log.exists():
+            return ""
+        with self.log.open("rb") as handle:
+            handle.seek(start)
+            return handle.read().decode(errors="replace")
+
+    def log_tail(self) -> str:
+        """The end of what it has printed."""
+        return self.log_text(max(0, self.log_size() - _TAIL_BYTES))
+
+    def samples(self) -> list[http.Sample]:
+        """Its metrics now."""
+        return http.parse_metrics(http.request(f"{self.url}/metrics", timeout=10.0))
+
+
+def base_environment() -> dict[str, str]:
+    """The environment a server inherits: ours, told to stay off the network and quiet."""
+    env = dict(os.environ)
+    env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
+    return env

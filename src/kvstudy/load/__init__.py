@@ -1,0 +1,1 @@
+"""Workloads, arrival processes and the open-loop client. Knows nothing of frameworks: it speaks to a URL."""

@@ -1,0 +1,173 @@
+"""Intervals that say what the data can carry: failures as +inf, dependence between requests allowed for.
+
+Requests that queue behind each other are not independent. Every interval here is computed with an *effective*
+sample size, estimated from the series in order of arrival (Geyer's initial monotone sequence of
+autocovariances).
+
+* mean: Student's t over the effective size, corrected for skewness (Hall 1992);
+* quantile: order statistics, ranks from the binomial over the effective size, interpolated;
+* share: Wilson.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from scipy import stats as scipy_stats
+
+Values = npt.NDArray[np.float64]
+Interval = tuple[float | None, float | None]
+
+CONFIDENCE = 0.95
+
+
+def effective_size(values: Values) -> float:
+    """Number of independent observations worth as much as this series, between 1 and its length.
+
+    Series shorter than 20, constant ones, and those that alternate count as independent (never more).
+    """
+    n = len(values)
+    if n < 20:
+        return float(n)
+    centred = values - values.mean()
+    variance = float(centred @ centred) / n
+    if variance <= 0.0 or not math.isfinite(variance):
+        return float(n)
+    size = 1 << (2 * n - 1).bit_length()
+    spectrum = np.fft.rfft(centred, size)
+    correlation = np.fft.irfft(spectrum * np.conj(spectrum), size)[:n].real / (n * variance)
+    total = 0.0
+    previous = math.inf
+    for lag in range(0, n - 1, 2):
+        pair = float(correlation[lag] + correlation[lag + 1])
+        if pair <= 0.0:
+            break
+        previous = min(previous, pair)
+        total += previous
+    inflation = max(1.0, 2.0 * total - 1.0)
+    # The autocovariances of a finite series around its own mean are too small by about inflation / n.
+    inflation *= 1.0 + 3.0 * (inflation - 1.0) / n
+    return max(1.0, n / inflation)
+
+
+def quantile_size(values: Values, q: float) -> float:
+    """Effective sample size for the q-quantile of a series in order of arrival.
+
+    That of the indicators `value <= quantile`, at q and at the median, whichever is less: far out there are
+    too few exceedances to see that they come in clusters.
+    """
+    return min(effective_size((values <= quantile(values, at)).astype(np.float64)) for at in (q, 0.5))
+
+
+def quantile(values: Values, q: float) -> float:
+    """The q-quantile by linear interpolation between order statistics (as numpy does), +inf allowed.
+
+    An interpolation that touches +inf is +inf, unless its weight there is nought.
+    """
+    return _at_rank(np.sort(values), q * (len(values) - 1))
+
+
+def _at_rank(ordered: Values, position: float) -> float:
+    low = math.floor(position)
+    weight = position - low
+    if weight == 0.0 or low + 1 >= len(ordered):
+        return float(ordered[low])
+    if not math.isfinite(ordered[low + 1]):
+        return float(ordered[low + 1])
+    return float(ordered[low] + weight * (ordered[low + 1] - ordered[low]))
+
+
+def quantile_interval(values: Values, q: float, size: float | None = None) -> Interval:
+    """Order-statistic interval of the q-quantile; a side is None where there are too few observations for it.
+
+    `size` is the effective sample size of the indicators `value <= quantile` where they are dependent.
+    """
+    n = len(values)
+    if n == 0:
+        return None, None
+    m = min(float(n), size if size is not None else float(n))
+    tail = (1.0 - CONFIDENCE) / 2.0
+    ordered = np.sort(values)
+    if m < n:
+        # The effective size is itself an estimate from few independent stretches: as Student's t is to the
+        # normal.
+        wider = float(scipy_stats.t.ppf(1.0 - tail, max(m - 1.0, 1.0)) / scipy_stats.norm.ppf(1.0 - tail))
+        m = max(1.0, m / wider**2)
+    # The share of observations below the quantile is q give or take a binomial of the effective size; its
+    # bounds (Jeffreys, which has the nominal coverage on average and needs no whole sizes) are ranks of the
+    # real sample.
+    bounds = scipy_stats.beta.ppf((tail, 1.0 - tail), q * m + 0.5, (1.0 - q) * m + 0.5)
+    below, above = (min(max(float(share) * n - 0.5, 0.0), n - 1.0) for share in bounds)
+    # A side exists if the binomial leaves it room: (1 - q)^m <= tail for the lower one, q^m <= tail for the
+    # upper.
+    low = _at_rank(ordered, below) if (1.0 - q) ** m <= tail else None
+    high = _at_rank(ordered, above) if q**m <= tail else None
+    return low, high
+
+
+def mean_interval(values: Values, size: float | None = None) -> Interval:
+    """Hall's skewness-corrected t interval of the mean over the effective size; None below two observations."""
+    n = len(values)
+    if n < 2:
+        return None, None
+    m = min(float(n), size if size is not None else effective_size(values))
+    if m < 2.0:
+        return None, None
+    deviation = float(values.std(ddof=1))
+    mean = float(values.mean())
+    if deviation == 0.0:
+        return mean, mean
+    skew = float(((values - mean) ** 3).mean()) / deviation**3
+    t = float(scipy_stats.t.ppf(1.0 - (1.0 - CONFIDENCE) / 2.0, m - 1.0))
+    # Hall's monotone transformation of the t statistic keeps the interval a proper one for any skewness.
+    a = skew / 3.0
+    root = math.sqrt(m)
+
+    def back(target: float) -> float:
+        if abs(skew) < 1e-9:
+            return target
+        x = target / root - skew / (6.0 * m)
+        return root * (math.copysign(abs(1.0 + 3.0 * a * x) ** (1.0 / 3.0), 1.0 + 3.0 * a * x) - 1.0) / a
+
+    low = mean - back(t) * deviation / root
+    high = mean - back(-t) * deviation / root
+    return low, high
+
+
+def wilson(successes: int, n: int) -> Interval:
+    """Wilson's score interval of a share."""
+    if n == 0:
+        return None, None
+    z = float(scipy_stats.norm.ppf(1.0 - (1.0 - CONFIDENCE) / 2.0))
+    share = successes / n
+    centre = share + z * z / (2 * n)
+    half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
+    scale = 1 + z * z / n
+    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+
+
+def supports(q: float, n: int) -> bool:
+    """Whether n observations are enough to headline the q-quantile: at least ten beyond it."""
+    return n >= 10.0 / (1.0 - q) - 1e-9
+
+
+def mser(values: Sequence[float] | Values, batch: int = 5) -> int:
+    """How many leading observations to cut so that the rest is steady (MSER-5, White 1997).
+
+    The cut minimises the standard error of the mean of what remains, over batches of `batch`. Cuts beyond
+    half of the series mean that no steady state was found: -1.
+    """
+    series = np.asarray(values, dtype=np.float64)
+    count = len(series) // batch
+    if count < 8:
+        return 0
+    means = series[: count * batch].reshape(count, batch).mean(axis=1)
+    limit = count - max(5, count // 10)  # the last few make any statistic look good
+    scores = [float(means[cut:].var()) / (count - cut) for cut in range(limit)]
+    best = int(np.argmin(scores))
+    if scores[best] > 0.75 * scores[0]:
+        return 0  # noise alone moves the minimum about; only a transient worth cutting moves the score so far
+    return -1 if best > count // 2 else best * batch

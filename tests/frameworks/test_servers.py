@@ -1,0 +1,260 @@
+"""Servers as processes: pinned, bounded, stopped with all their children, and their ends told apart."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from kvstudy.engine.config import EngineConfig
+from kvstudy.frameworks import http
+from kvstudy.frameworks.base import (
+    Launch,
+    Unavailable,
+    check_port,
+    classify,
+    free_port,
+    last_words,
+    start,
+    stop_group,
+)
+from kvstudy.frameworks.lease import lease, lock_folder, visible_gpus
+from kvstudy.frameworks.native import NativeServer, engine_config
+from kvstudy.frameworks.vllm import VllmServer
+from kvstudy.grid.schema import Budget, Deployment, Framework, Full, Hardware, Model, Streaming, Vllm
+
+CORES = sorted(os.sched_getaffinity(0))
+CARD = {"kv_bytes_per_token": 23040, "parameters": 134_515_008}
+
+
+def launch(framework: Framework, tmp_path: Path, **options: Any) -> Launch:
+    deployment = Deployment(
+        framework=framework,
+        model=Model(name="m", source="folder", path="x", dtype="bfloat16", max_model_len=8192),
+        hardware=Hardware(name="h", device="cpu", server_cores=CORES[:1], client_cores=CORES[-1:]),
+        kv_memory_mib=96,
+        harness_version=1,
+        **options,
+    )
+    environment = tmp_path / "env"
+    (environment / "bin").mkdir(parents=True, exist_ok=True)
+    (environment / "bin" / "python").touch()
+    return Launch(deployment, tmp_path / "model", CARD, environment, tmp_path)
+
+
+def test_our_config_is_the_engines(tmp_path: Path) -> None:
+    config = EngineConfig.model_validate(engine_config(launch(Streaming(sinks=8), tmp_path), 8123))
+    assert config.policy == "streaming" and config.policy_options == {"sinks": 8}
+    assert config.kv_memory_bytes == 96 << 20 and config.port == 8123
+    # No request can be longer than the pool: a model's 8,192 tokens would not fit into 96 MiB.
+    assert config.max_model_len == (96 << 20) // 23040
+    half = engine_config(launch(Full(), tmp_path, budget=Budget(share=0.5, of="current")), 1)
+    assert half["budget"] == {"share": 0.5, "of": "current"}
+    absolute = engine_config(launch(Full(), tmp_path, budget=Budget(of="tokens", tokens=256)), 1)
+    assert EngineConfig.model_validate(absolute).budget.entries(1000) == 256
+
+
+def test_vllm_gets_the_same_pool_and_all_it_needs(tmp_path: Path) -> None:
+    server = VllmServer(launch(Vllm(), tmp_path))
+    command, env = server.command(), server.environment()
+    block = 32 * CARD["kv_bytes_per_token"]
+    blocks = (96 << 20) // block
+    assert command[1:3] == ["-m", "vllm.entrypoints.openai.api_server"]
+    assert command[command.index("--kv-cache-memory-bytes") + 1] == str((blocks + 1) * block)
+    assert command[command.index("--max-model-len") + 1] == str(blocks * 32)
+    assert "--no-enable-prefix-caching" in command and "--enforce-eager" in command
+    assert env["VLLM_CPU_OMP_THREADS_BIND"] == str(CORES[0])
+    assert env["VLLM_NO_USAGE_STATS"] == "1" and "PYTHONPATH" not in env
+    cached = VllmServer(launch(Vllm(prefix_caching=True, enforce_eager=False), tmp_path)).command()
+    assert "--enable-prefix-caching" in cached and "--enforce-eager" not in cached
+    with pytest.raises(Unavailable, match="no vllm environment"):
+        here = launch(Vllm(), tmp_path)
+        VllmServer(Launch(here.deployment, here.model_dir, CARD, tmp_path / "none", tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("tail", "code", "death"),
+    [
+        ("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", 1, "oom"),
+        (
+            "RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory: you tried 9 bytes",
+            1,
+            "oom",
+        ),
+        ("ValueError: ... is larger than the available KV cache memory (0.09 GiB).", 1, "oom"),
+        ("", -9, "oom"),
+        ("OSError: [Errno 98] Address already in use", 1, "port"),
+        ("kvstudy engine: cannot listen on 127.0.0.1:1: Address already in use", 2, "port"),
+        ("OSError: x is not a valid model identifier listed on 'hub'", 1, "model"),
+        ("Traceback (most recent call last):\nKeyError: 'x'", 1, "crashed"),
+    ],
+)
+def test_ends_of_logs(tail: str, code: int, death: str) -> None:
+    assert classify(tail, code) == death
+    assert last_words(tail, code)
+
+
+def test_last_words_are_one_telling_line() -> None:
+    log = "INFO a\nTraceback (most recent call last):\n  File x\nKeyError: 'weights'\nINFO: shutting down\n"
+    assert last_words(log, 1) == "KeyError: 'weights'"
+    assert last_words("", -11) == "killed by SIGSEGV"
+    assert last_words("hello\n", 3) == "exit code 3; its last line: hello"
+
+
+def test_a_process_is_pinned_and_its_whole_family_ends(tmp_path: Path) -> None:
+    code = (
+        "import subprocess, sys, time, os, signal\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "p = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(99)'], start_new_session=True)\n"
+        "print(p.pid, sorted(os.sched_getaffinity(0)), flush=True)\n"
+        "time.sleep(99)\n"
+    )
+    log = tmp_path / "log"
+    before = os.sched_getaffinity(0)
+    process = start([sys.executable, "-c", code], env=dict(os.environ), log=log, cores=CORES[:1])
+    assert os.sched_getaffinity(0) == before
+    deadline = time.monotonic() + 10
+    while not log.read_text().endswith("\n") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    child, _, cores = log.read_text().partition(" ")
+    assert cores.strip() == str(CORES[:1])
+    stop_group(process, wait_s=0.5)
+    assert process.poll() is not None
+    assert not psutil.pid_exists(int(child)) or psutil.Process(int(child)).status() == psutil.STATUS_ZOMBIE
+
+
+def test_cores_that_are_not_there_are_a_fault(tmp_path: Path) -> None:
+    with pytest.raises(Unavailable, match="server_cores"):
+        start([sys.executable, "-c", ""], env={}, log=tmp_path / "log", cores=[4095])
+
+
+def test_a_port_in_use_is_a_fault() -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(Unavailable, match="cannot listen on"):
+            check_port("127.0.0.1", taken.getsockname()[1])
+    check_port("127.0.0.1", free_port())
+
+
+def test_a_server_that_is_not_up_in_time_is_stopped(tmp_path: Path) -> None:
+    class Slow(NativeServer):
+        def command(self) -> list[str]:
+            return [
+                sys.executable,
+                "-m",
+                "kvstudy.load.mock",
+                "--port",
+                str(self.port),
+                "--ready-after-s",
+                "60",
+            ]
+
+    server = Slow(launch(Full(), tmp_path))
+    with pytest.raises(Unavailable, match="not up after 1 s"):
+        server.bring_up(1.0)
+    assert server.failure() is not None
+
+
+def test_metrics_text() -> None:
+    text = '# HELP a b\na{tier="device"} 3\na{tier="host"} 4.5\nb_total 1e3\nab 7\nc{x="q\\"}"} NaN\n'
+    rows = http.parse_metrics(text)
+    assert http.total(rows, "a") == 7.5 and http.total(rows, "a", tier="host") == 4.5
+    assert http.total(rows, "b_total") == 1000 and http.total(rows, "none") is None
+    assert len(http.parse_metrics(text, frozenset({"a"}))) == 2
+
+
+# --- leases --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return tmp_path
+
+
+def run_jobs(jobs: list[Callable[[], None]]) -> None:
+    threads = [threading.Thread(target=job) for job in jobs]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+        assert not thread.is_alive()
+
+
+def test_one_measurement_at_a_time_without_gpus(machine: Path) -> None:
+    inside = 0
+    most = 0
+
+    def job() -> None:
+        nonlocal inside, most
+        with lease(0):
+            inside += 1
+            most = max(most, inside)
+            time.sleep(0.05)
+            inside -= 1
+
+    run_jobs([job] * 4)
+    assert most == 1 and lock_folder().parent == machine
+
+
+def test_gpus_are_never_shared_and_two_gpu_jobs_do_not_deadlock(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
+    assert visible_gpus() == ["2", "3", "5"]
+    busy: set[str] = set()
+    clashes: list[str] = []
+    guard = threading.Lock()
+
+    def job(count: int) -> Callable[[], None]:
+        def run() -> None:
+            with lease(count) as held:
+                assert len(held.gpu_ids) == count == len(held.fds)
+                with guard:
+                    clashes.extend(busy & set(held.gpu_ids))
+                    busy.update(held.gpu_ids)
+                time.sleep(0.05)
+                with guard:
+                    busy.difference_update(held.gpu_ids)
+
+        return run
+
+    run_jobs([job(1), job(2), job(2), job(1), job(2), job(1)])
+    assert not clashes
+    with pytest.raises(Unavailable, match="needs 4 GPU"), lease(4):
+        pass
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(Unavailable, match="0 can be seen"), lease(1):
+        pass
+
+
+def test_slurm_assigns_by_itself(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
+    with lease(2) as first, lease(2) as second:
+        assert first.gpu_ids == second.gpu_ids == ("0", "1") and first.fds == ()
+
+
+def test_a_lease_lasts_as_long_as_the_server_that_inherited_it(machine: Path, tmp_path: Path) -> None:
+    with lease(0) as held:
+        orphan = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=held.fds)
+    try:
+        with pytest.raises(Unavailable, match="another measurement"), lease(0, bound_s=0.5):
+            pass
+    finally:
+        orphan.send_signal(signal.SIGKILL)
+        orphan.wait()
+    with lease(0, bound_s=5):
+        pass

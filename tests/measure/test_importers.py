@@ -1,0 +1,78 @@
+"""Other tools' files: the same stream has one TPOT, whatever each tool calls it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from kvstudy.measure.importers import ImportFault, metrics_of, read
+
+# TTFT 50 ms, then a chunk of 4 tokens every 20 ms, 16 tokens: TPOT 4 ms, ICL 20 ms.
+
+
+def test_vllm(tmp_path: Path) -> None:
+    path = tmp_path / "vllm.json"
+    data = {
+        "start_times": [100.0, 101.0], "ttfts": [0.05, 0.0], "itls": [[0.02] * 3, []], "input_lens": [10, 10],
+        "output_lens": [16, 0], "errors": ["", "Service Unavailable"],
+    }  # fmt: skip
+    path.write_text(json.dumps(data))
+    frame = read(path, "vllm")
+    found = metrics_of(frame)
+    assert frame["status"].tolist() == ["ok", "error"] and frame["scheduled_s"].tolist() == [0.0, 1.0]
+    assert found["icl.p50"].value == pytest.approx(0.020)  # vLLM's "ITL"
+    assert found["tpot.mean"].value == pytest.approx(0.004)
+    assert found["itl.p50"].value is None
+    assert found["ttft.p99"].infinite  # its failure counts
+    path.write_text(json.dumps({key: value for key, value in data.items() if key != "ttfts"}))
+    with pytest.raises(ImportFault, match="does not read as a result of vllm"):
+        read(path, "vllm")
+
+
+def test_aiperf(tmp_path: Path) -> None:
+    def record(start: int, error: object = None) -> dict[str, object]:
+        metrics = {
+            "input_sequence_length": {"value": 10, "unit": "tokens"},
+            "output_sequence_length": {"value": 16, "unit": "tokens"},
+            "time_to_first_token": {"value": 50.0, "unit": "ms"},
+            "request_latency": {"value": 110.0, "unit": "ms"},
+            "inter_chunk_latency": {"value": [20.0, 20.0, 20.0], "unit": "ms"},
+            "inter_token_latency": {"value": 4.14, "unit": "ms"},
+        }
+        about = {"request_start_ns": start, "request_end_ns": start + 110_000_000, "benchmark_phase": "profiling"}
+        return {"metadata": about, "metrics": {} if error else metrics, "error": error}
+
+    path = tmp_path / "profile_export.jsonl"
+    rows = [record(10**18), record(10**18 + 10**9, {"code": 500, "message": "broken"})]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    frame = read(path, "aiperf")
+    found = metrics_of(frame)
+    assert found["tpot.mean"].value == pytest.approx(0.004, rel=1e-3)
+    assert found["icl.mean"].value == pytest.approx(0.020, rel=1e-3)
+    assert frame["error"][1] == "aiperf: broken"
+
+
+def test_guidellm(tmp_path: Path) -> None:
+    times = {
+        "targeted_start": 99.9, "request_start": 100.0, "first_token_iteration": 100.05,
+        "last_token_iteration": 100.11, "request_end": 100.12,
+    }  # fmt: skip
+    good = {"info": {"timings": times}, "prompt_tokens": 10, "output_tokens": 16, "time_per_output_token_ms": 7.04}
+    path = tmp_path / "benchmarks.json"
+    path.write_text(json.dumps({"benchmarks": [{"requests": {"successful": [good], "errored": [], "incomplete": []}}]}))
+    found = metrics_of(read(path, "guidellm"))
+    assert found["tpot.mean"].value == pytest.approx(0.004)
+    assert found["ttft.mean"].value == pytest.approx(0.150)  # from when it was due
+    assert found["queue.client.mean"].value == pytest.approx(0.1)
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_text("{}")
+    with pytest.raises(ImportFault, match="no importer"):
+        read(path, "wrk")
+    with pytest.raises(ImportFault, match="no per-request records"):
+        path.write_text('{"benchmarks": []}')
+        read(path, "guidellm")
