@@ -1,0 +1,283 @@
+"""What is due to the engine and what to the policy, as paired ratios.
+
+Every framework serves the same drawn workload, so that request i of one cell and request i of another
+are the same prompt at the same scheduled time. The ratio of a comparison is the geometric mean of the
+per-request ratios; a mean of ratios of unpaired medians would carry the spread of the workload.
+
+    engine  full / vllm      our engine against the released one, the same whole cache
+    policy  <policy> / full  the policy against the whole cache, the same engine
+    total   <policy> / vllm  what a user sees; engine x policy
+
+Cells are compared at equal model, hardware, KV memory, workload, load and seed only. The interval is
+Student's t over seeds from three seeds on; below that a moving-block bootstrap over the requests in
+their order (neighbours share a queue, so resampling single requests would understate the spread).
+Requests that failed in either cell are left out and counted (`lost`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pandas as pd
+from scipy import stats
+
+from kvstudy.analysis.plan import AnalysisError
+from kvstudy.analysis.replicates import CONFIDENCE, ENOUGH_SEEDS, OVER_SEEDS
+from kvstudy.analysis.table import read_table, usable
+from kvstudy.grid.store import REQUESTS, Layout
+
+BASELINE = "vllm"
+CONTROL = "full"
+BOOTSTRAP = "block bootstrap over requests"
+WITHIN_CELLS = "within cells"
+RESAMPLES = 1000
+
+#: Metrics taken request by request, and their unit before the ratio.
+PAIRED = ("ttft", "tpot", "e2el")
+
+COLUMNS = (
+    "part",
+    "baseline",
+    "candidate",
+    "baseline_framework",
+    "candidate_framework",
+    "model",
+    "weights",
+    "workload",
+    "workload_key",
+    "load",
+    "rate",
+    "concurrency",
+    "budget_share",
+    "kv_memory_mib",
+    "metric",
+    "ratio",
+    "low",
+    "high",
+    "interval",
+    "seeds",
+    "n",
+    "lost",
+    "saturated",
+    "cells",
+)
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two cells that were offered the same requests; the candidate is divided by the baseline."""
+
+    part: str
+    baseline: pd.Series
+    candidate: pd.Series
+
+
+def pairs(table: pd.DataFrame) -> Iterator[Pair]:
+    """Every comparison that the table allows, in the table's order."""
+    good = table[usable(table)]
+    for _, group in good.groupby("setting", sort=False):
+        rows = [row for _, row in group.iterrows()]
+        baselines = [row for row in rows if row["framework"] == BASELINE]
+        controls = [row for row in rows if row["framework"] == CONTROL]
+        policies = [row for row in rows if row["framework"] not in (BASELINE, CONTROL)]
+        for baseline in baselines:
+            yield from (Pair("engine", baseline, control) for control in controls)
+        for policy in policies:
+            own = [c for c in controls if c["scheduler"] == policy["scheduler"]] or controls
+            yield from (Pair("policy", control, policy) for control in own)
+            yield from (Pair("total", baseline, policy) for baseline in baselines)
+
+
+def request_times(cell_dir: Path) -> pd.DataFrame:
+    """TTFT, TPOT and E2EL of the requests of a cell that finished inside the steady window.
+
+    The definitions are DESIGN's: clocks start at the scheduled arrival; TPOT needs two tokens.
+    """
+    columns = ["index", "scheduled_s", "first_token_s", "last_token_s", "output_tokens", "status"]
+    columns.append("in_window")
+    frame = pd.read_parquet(cell_dir / REQUESTS, columns=columns).set_index("index")
+    frame = frame[frame["in_window"].astype(bool)]
+    tokens = frame["output_tokens"].astype("float64")
+    ok = frame["status"] == "ok"
+    decode = frame["last_token_s"] - frame["first_token_s"]
+    return pd.DataFrame(
+        {
+            "ttft": (frame["first_token_s"] - frame["scheduled_s"]).where(ok),
+            "tpot": (decode / (tokens - 1)).where(ok & (tokens >= 2)),
+            "e2el": (frame["last_token_s"] - frame["scheduled_s"]).where(ok),
+            "ok": ok,
+        }
+    )
+
+
+def log_ratios(baseline: pd.DataFrame, candidate: pd.DataFrame, metric: str) -> tuple[Floats, int]:
+    """Log ratios of the requests that both cells answered, in order, and how many were lost."""
+    both = baseline.add_suffix("_b").join(candidate.add_suffix("_c"), how="inner").sort_index()
+    answered = (both["ok_b"] & both["ok_c"]).to_numpy(dtype=bool)
+    above = both[f"{metric}_c"].to_numpy(dtype=float)
+    below = both[f"{metric}_b"].to_numpy(dtype=float)
+    usable_rows = answered & (above > 0) & (below > 0)
+    return np.log(above[usable_rows] / below[usable_rows]), int((~answered).sum())
+
+
+def block_bootstrap(series: list[Floats], seed: int) -> tuple[float, float]:
+    """Interval of the mean of the pooled series by resampling blocks within each of them."""
+    generator = np.random.default_rng(seed)
+    total = sum(len(one) for one in series)
+    sums = np.zeros(RESAMPLES)
+    for one in series:
+        n = len(one)
+        length = max(1, round(n ** (1 / 3)))
+        starts = generator.integers(0, n - length + 1, size=(RESAMPLES, -(-n // length)))
+        picks = (starts[:, :, None] + np.arange(length)).reshape(RESAMPLES, -1)[:, :n]
+        sums += one[picks].sum(axis=1)
+    low, high = np.quantile(sums / total, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2])
+    return float(low), float(high)
+
+
+def t_interval(values: Floats) -> tuple[float, float]:
+    """Student's t interval of a mean."""
+    half = stats.t.ppf(0.5 + CONFIDENCE / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
+    return float(values.mean() - half), float(values.mean() + half)
+
+
+def attribute(table: pd.DataFrame, results: Path) -> pd.DataFrame:
+    """The attribution table of a study: a row a comparison and metric (columns `COLUMNS`)."""
+    layout = Layout(results)
+    times: dict[str, pd.DataFrame] = {}
+
+    def of(cell: str) -> pd.DataFrame:
+        if cell not in times:
+            times[cell] = request_times(layout.cell(cell))
+        return times[cell]
+
+    groups: dict[tuple[str, str, str], list[Pair]] = {}
+    for pair in pairs(table):
+        key = (pair.part, str(pair.baseline["point"]), str(pair.candidate["point"]))
+        groups.setdefault(key, []).append(pair)
+    rows: list[dict[str, Any]] = []
+    for group in groups.values():
+        for metric in PAIRED:
+            found = [log_ratios(of(str(p.baseline["cell"])), of(str(p.candidate["cell"])), metric) for p in group]
+            row = _paired_row(group, metric, [one for one, _ in found if len(one)])
+            if row is not None:
+                rows.append({**row, "lost": sum(lost for _, lost in found)})
+        rows.extend(_throughput_rows(group))
+    return pd.DataFrame(rows, columns=list(COLUMNS))
+
+
+def _common(group: list[Pair]) -> dict[str, Any]:
+    first = group[0]
+    cells = [str(side["cell"]) for pair in group for side in (pair.baseline, pair.candidate)]
+    return {
+        "part": first.part,
+        "baseline": first.baseline["deployment"],
+        "candidate": first.candidate["deployment"],
+        "baseline_framework": first.baseline["framework"],
+        "candidate_framework": first.candidate["framework"],
+        **{key: first.candidate[key] for key in COLUMNS[5:14]},
+        "saturated": any(bool(side["saturated"]) for p in group for side in (p.baseline, p.candidate)),
+        "seeds": len(group),
+        "cells": " ".join(dict.fromkeys(cells)),
+    }
+
+
+def _paired_row(group: list[Pair], metric: str, series: list[Floats]) -> dict[str, Any] | None:
+    if not series:
+        return None
+    common = _common(group)
+    n = sum(len(one) for one in series)
+    if len(series) >= ENOUGH_SEEDS:
+        means = np.array([one.mean() for one in series])
+        centre, (low, high), interval = float(means.mean()), t_interval(means), OVER_SEEDS
+    else:
+        centre = float(sum(one.sum() for one in series) / n)
+        # The same cells give the same interval on every machine and in every run.
+        seed = int.from_bytes(hashlib.sha256(f"{common['cells']}{metric}".encode()).digest()[:8], "big")
+        low, high = block_bootstrap(series, seed)
+        interval = BOOTSTRAP
+    return {
+        **common,
+        "metric": metric,
+        "ratio": float(np.exp(centre)),
+        "low": float(np.exp(low)),
+        "high": float(np.exp(high)),
+        "interval": interval,
+        "n": n,
+    }
+
+
+def _throughput_rows(group: list[Pair], metric: str = "throughput.output") -> list[dict[str, Any]]:
+    """Throughput has no request to pair: the ratio of the cells' values, paired by seed."""
+    if metric not in group[0].baseline:
+        return []
+    above = np.array([float(pair.candidate[metric]) for pair in group])
+    below = np.array([float(pair.baseline[metric]) for pair in group])
+    fine = np.isfinite(above) & np.isfinite(below) & (above > 0) & (below > 0)
+    if not fine.any():
+        return []
+    logs = np.log(above[fine] / below[fine])
+    low = high = float("nan")
+    interval = "none"
+    if len(logs) >= ENOUGH_SEEDS:
+        (low, high), interval = t_interval(logs), OVER_SEEDS
+    else:
+        spread = _within(group, metric)
+        if spread is not None:
+            low, high = float(logs.mean() - spread), float(logs.mean() + spread)
+            interval = WITHIN_CELLS
+    row = {
+        **_common(group),
+        "metric": metric,
+        "ratio": float(np.exp(logs.mean())),
+        "low": float(np.exp(low)),
+        "high": float(np.exp(high)),
+        "interval": interval,
+        "n": int(fine.sum()),
+        "lost": 0,
+    }
+    return [row]
+
+
+def _within(group: list[Pair], metric: str) -> float | None:
+    """Half width of the mean log ratio from the cells' own intervals, taken as independent."""
+    squares = []
+    for pair in group:
+        for side in (pair.baseline, pair.candidate):
+            low, high = float(side[f"{metric}.low"]), float(side[f"{metric}.high"])
+            if not (np.isfinite(low) and np.isfinite(high) and low > 0):
+                return None
+            squares.append((np.log(high / low) / 2) ** 2)
+    return float(np.sqrt(sum(squares)) / len(group))
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line: cells.parquet + store -> attribution.csv."""
+    parser = argparse.ArgumentParser(prog="kvstudy.analysis.attribution", description=__doc__.split("\n")[0])
+    parser.add_argument("--cells", type=Path, required=True, help="cells.parquet of the study")
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(argv)
+    try:
+        table = attribute(read_table(options.cells), options.results)
+    except AnalysisError as error:
+        print(f"kvstudy: {error}", file=sys.stderr)
+        return 2
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    table.to_csv(options.out, index=False)
+    print(f"{len(table)} paired ratios -> {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

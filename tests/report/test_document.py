@@ -1,0 +1,168 @@
+"""Tables and the document: numbers come from the data, text fits, the same bytes twice, offline."""
+
+from __future__ import annotations
+
+import csv
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from fabricate import Spec
+
+from kvstudy.analysis.plan import read_plan
+from kvstudy.analysis.replicates import points
+from kvstudy.report import document, figures, findings, tables, words
+from kvstudy.report.data import StudyData
+
+TEMPLATE = document.TEMPLATE
+Study = Callable[[list[Spec]], StudyData]
+
+
+def test_summary_table_is_the_points(tmp_path: Path, mixed: StudyData) -> None:
+    made = tables.write("summary", mixed, tmp_path / "tables")
+    frame = pd.read_csv(tmp_path / "tables" / "summary.csv")
+    expected = points(mixed.table)
+    expected = expected[expected["metric"] == "throughput.output"].set_index("point")["value"]
+    for _, row in frame.iterrows():
+        value = expected[row["point"]]
+        assert row["throughput.output.value"] == pytest.approx(value, nan_ok=True)
+    assert {row[-1] for row in made.rows} >= {"VALID", "out of memory", "INVALID: client_bound"}
+
+
+def test_starred_medians_are_marked(study: Study) -> None:
+    made = tables.TABLES["summary"](study([Spec(rate=0.2)]))
+    assert any(cell.endswith("*") for cell in made.rows[0])
+
+
+def test_latex_is_booktabs_with_escaped_text(mixed: StudyData) -> None:
+    for name in tables.TABLES:
+        text = tables.latex(tables.TABLES[name](mixed))
+        rows = re.findall(r"^(.*) \\\\$", text, re.M)
+        columns = {len(re.findall(r"(?<!\\)&", row)) for row in rows}
+        assert len(columns) == 1, name
+        assert r"\toprule" in text and r"\bottomrule" in text
+        body = text.split(r"\midrule")[1]
+        assert not re.search(r"(?<!\\)[_%#]", body)
+    assert "S[table-format=" in tables.latex(tables.TABLES["summary"](mixed))
+
+
+def test_tables_of_nothing_say_so(tmp_path: Path, study: Study) -> None:
+    data = study([Spec(absent=True)])
+    for name in tables.TABLES:
+        assert tables.TABLES[name](data).empty or name == "claims"  # those are all not testable
+        tables.write(name, data, tmp_path / "tables")
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.12345, "0.123"),
+        (99.96, "100"),
+        (1234567.0, "1 230 000"),
+        (0.0, "0"),
+        (None, "–"),
+        (float("inf"), "∞"),
+    ],
+)
+def test_significant_digits(value: float | None, text: str) -> None:
+    assert words.number(value).replace("\N{NARROW NO-BREAK SPACE}", " ") == text
+
+
+def test_headline_claims_an_order_only_where_intervals_are_apart(study: Study) -> None:
+    data = study([Spec("vllm", 2.0), Spec("full", 2.0)])
+    table = data.table
+    table.loc[:, "throughput.output"] = [100.0, 50.0]
+    table.loc[:, "throughput.output.low"] = [90.0, 45.0]
+    table.loc[:, "throughput.output.high"] = [110.0, 55.0]
+    apart = findings.headlines(StudyData(table, data.results))[0].text
+    assert "vLLM led" in apart and "2.00 times" in apart
+    table.loc[:, "throughput.output.high"] = [110.0, 95.0]
+    near = findings.headlines(StudyData(table, data.results))[0].text
+    assert "no order" in near and "led" not in near
+
+
+def test_starred_percentiles_are_not_in_headlines(study: Study) -> None:
+    data = study([Spec("vllm", 0.2), Spec("full", 0.2)])
+    text = " ".join(item.text for item in findings.headlines(data))
+    assert "median time" not in text
+
+
+def test_sentences_carry_their_cells(mixed: StudyData) -> None:
+    known = set(mixed.table["cell"])
+    for item in [*findings.headlines(mixed), *findings.failures(mixed)]:
+        assert item.cells and set(item.cells) <= known, item.text
+
+
+def make(data: StudyData) -> Path:
+    """Make the PDF of a study with figures of its own (the shared study's are made once)."""
+    root = data.results
+    out = root / "s" / "report.pdf"
+    plan = root / "plan" / "s" / "plan.json"
+    arguments = ["--plan", str(plan), "--results", str(root), "--template", str(TEMPLATE), "--out", str(out)]
+    assert document.main(arguments) == 0
+    return out
+
+
+def test_document_is_made_twice_the_same(mixed: StudyData) -> None:
+    first = make(mixed).read_bytes()
+    assert first.startswith(b"%PDF") and make(mixed).read_bytes() == first
+
+
+def test_document_of_an_unmeasured_study(study: Study) -> None:
+    make(study([Spec(absent=True)]))
+
+
+def test_document_says_what_the_data_say(mixed: StudyData) -> None:
+    if shutil.which("pdftotext") is None:
+        pytest.skip("pdftotext (poppler-utils) is not installed")
+    command = ["pdftotext", "-layout", str(make(mixed)), "-"]
+    text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    for cell in mixed.table["cell"]:
+        assert cell[:40] in text.replace("\n", ""), cell
+    for word in ("Made-Up CPU 9000", "client_bound", "out of memory", "0.32.0", "stand-in"):
+        assert word in text, word
+    row = mixed.metric("throughput.output").set_index("series")["value"]
+    assert words.number(float(row["vLLM"].iloc[0])) in text
+
+
+def test_template_holds_no_result() -> None:
+    """Numbers are handed in: outside of layout the template has none."""
+    text = TEMPLATE.read_text()
+    text = re.sub(r"//.*", "", text)
+    text = re.sub(r"-?\d+(\.\d+)?(pt|mm|em|fr|%)", "", text)
+    prose = " ".join(re.findall(r"^[A-Z][^#{}()]*$", text, re.M))
+    assert not re.findall(r"\d", prose.replace("HTTP/1.1", ""))
+
+
+def test_broken_template_is_one_clear_message(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], mixed: StudyData
+) -> None:
+    broken = tmp_path / "broken.typ"
+    broken.write_text("#let x = ")
+    arguments = ["--plan", str(mixed.results / "plan" / "s" / "plan.json"), "--results", str(mixed.results)]
+    arguments += ["--study-dir", str(mixed.results / "s"), "--template", str(broken)]
+    assert document.main([*arguments, "--out", str(tmp_path / "r.pdf")]) == 2
+    assert "does not compile" in capsys.readouterr().err
+    assert not (tmp_path / "r.pdf").exists()
+
+
+def test_payload_numbers_cells_as_the_appendix_does(mixed: StudyData) -> None:
+    content = document.payload(mixed, read_plan(mixed.results / "plan/s/plan.json"), mixed.results / "s" / "figures")
+    numbers = {str(cell["number"]) for cell in content["cells"]}
+    cited = set(re.findall(r"\d+", " ".join(item["cells"] for item in content["headlines"])))
+    assert cited and cited <= numbers
+    names = [one["name"] for section in content["sections"] for one in section["figures"]]
+    assert sorted(names) == sorted(figures.FIGURES)
+    assert document._ranges([3, 1, 2, 7, 8]) == "1–3, 7, 8"
+
+
+def test_csv_is_readable_by_others(tmp_path: Path, mixed: StudyData) -> None:
+    tables.write("attribution", mixed, tmp_path)
+    with (tmp_path / "attribution.csv").open() as handle:
+        rows = list(csv.DictReader(handle))
+    assert {row["part"] for row in rows} == {"engine", "policy", "total"}
+    assert all(float(row["ratio"]) > 0 for row in rows)
