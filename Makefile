@@ -13,7 +13,7 @@ SNAKEMAKE := snakemake --cores $(CORES) --config study=$(STUDY) $(if $(OVERRIDES
 
 study: setup  ## set everything up, run the study, end by naming what it made
 	@$(SNAKEMAKE)
-	@kvstudy report study=$(STUDY) --html --announce
+	@kvstudy report study=$(STUDY) $(OVERRIDES) --only-html
 
 setup: $(VENV)/.ready  ## the project's environment in .venv
 
@@ -35,6 +35,7 @@ lint: setup
 	ruff check . && ruff format --check .
 	mypy
 	lint-imports
+	python .ci/harness.py
 	snakefmt --check Snakefile workflow/rules
 
 ui: setup  ## browse the runs

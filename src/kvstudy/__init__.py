@@ -1,4 +1,4 @@
-"""kvstudy: which KV-cache strategy should serve my model, on my hardware, under my load?
+"""Answers with evidence which KV-cache strategy should serve a model on given hardware under a given load.
 
 The packages follow the way of the data: `grid` (what is to be measured), `load` (what is offered),
 `frameworks` and `engine` (what serves it), `measure` (one visit), `tracking`, `analysis`, `report`.

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import shutil
+import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -104,16 +106,18 @@ def _ensure_ready(plan: Plan, deployment: Deployment, results: Path) -> list[str
     )
     if code:
         raise SystemExit(code)
+    if deployment.framework.skewed:
+        code = _stage("kvstudy.engine.skew")(["--model", str(layout.model(name)), "--out", str(layout.skew(name))])
+        if code:
+            raise SystemExit(code)
     framework = deployment.framework.environment
     if framework is None:
         return []
-    flavour = environments.flavour_for(deployment.hardware.device)
+    flavour = deployment.hardware.device
     folder = layout.environment(f"{framework}-{flavour}-{environments.key(framework, flavour)}")
     freeze = folder.with_name(folder.name + ".txt")
     if not freeze.is_file():
-        code = environments.main(
-            [framework, "--flavour", flavour, "--dir", str(folder), "--freeze", str(freeze)]
-        )
+        code = environments.main([framework, "--flavour", flavour, "--dir", str(folder), "--freeze", str(freeze)])
         if code:
             raise SystemExit(code)
     return ["--freeze", str(freeze)]
@@ -167,9 +171,62 @@ def _with_study(module: str, command: str, out: Callable[[Layout, str], Path]) -
     return run
 
 
+def report(argv: list[str]) -> int | None:
+    """Make the PDF (workflow: --plan ...), or everything a reader gets of a study from the cells there are."""
+    document = _stage("kvstudy.report.document")
+    if any(arg == "--plan" or arg.startswith("--plan=") for arg in argv):
+        return document(argv)
+    parser = _study_parser("report", "Figures, tables and PDF of a study, from the cells that are there.")
+    parser.add_argument("--html", action="store_true", help="also Snakemake's HTML report")
+    parser.add_argument("--only-html", action="store_true", help="only that (figures and PDF are there)")
+    options = parser.parse_args(argv)
+    plan = _plan(options)
+    layout = Layout(options.results)
+    folder = layout.study(plan.name)
+    files = ["--plan", str(layout.plan(plan.name)), "--results", str(options.results)]
+    view = ["--study-dir", str(folder), "--results", str(options.results)]
+    if not options.only_html:
+        template = str(project_root() / "reports" / "study.typ")
+        steps: list[tuple[str, list[str]]] = [
+            ("kvstudy.analysis.run", [*files, "--out", str(folder / "cells.parquet")]),
+            ("kvstudy.report.figures", ["all", *view]),
+            ("kvstudy.report.tables", view),
+            (
+                "kvstudy.report.document",
+                [*view, *files[:2], "--template", template, "--out", str(folder / "report.pdf")],
+            ),
+        ]
+        for module, arguments in steps:
+            code = _stage(module)(arguments)
+            if code:
+                return code
+    if options.html or options.only_html:
+        _html(options.overrides, options.results, folder / "report.html")
+    for what, path in (("PDF", folder / "report.pdf"), ("HTML report", folder / "report.html")):
+        if path.is_file():
+            print(f"{what:12} {path}")
+    print(f"{'MLflow':12} make ui, then http://127.0.0.1:5000")
+    return 0
+
+
+def _html(overrides: Sequence[str], results: Path, out: Path) -> None:
+    """Snakemake's own report of the finished study."""
+    config = [text for text in overrides if "." not in text.partition("=")[0]]
+    dotted = [text for text in overrides if text not in config]
+    arguments = ["snakemake", "--cores", "1", "--report", str(out), "--config", f"results={results}", *config]
+    if dotted:
+        arguments.append(f"overrides={json.dumps(dotted)}")
+    done = subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=project_root(), capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        raise ConfigError(f"no HTML report: {(done.stderr.strip() or done.stdout.strip()).splitlines()[-1]}")
+
+
 COMMANDS: dict[str, tuple[Main, str]] = {
     "grid": (grid, "print the cells of a study, and what is left out and why"),
     "prepare": (prepare, "make a model's local folder"),
+    "skew": (_stage("kvstudy.engine.skew"), "make InfiniGen's skewing matrices of a model"),
     "environment": (_stage("kvstudy.frameworks.environments"), "build a framework's environment"),
     "serve": (_stage("kvstudy.frameworks.serve"), "bring one deployment up and leave it running"),
     "measure": (measure, "measure what is missing"),
@@ -179,14 +236,9 @@ COMMANDS: dict[str, tuple[Main, str]] = {
     ),
     "figure": (_stage("kvstudy.report.figures"), "draw one figure"),
     "table": (_stage("kvstudy.report.tables"), "write one table"),
-    "report": (
-        _with_study("kvstudy.report.document", "report", lambda lay, name: lay.study(name) / "report.pdf"),
-        "the PDF",
-    ),
+    "report": (report, "figures, tables, PDF and HTML"),
     "track": (
-        _with_study(
-            "kvstudy.tracking.sync", "track", lambda lay, name: lay.root / "tracking" / f"{name}.json"
-        ),
+        _with_study("kvstudy.tracking.sync", "track", lambda lay, name: lay.root / "tracking" / f"{name}.json"),
         "reconcile MLflow with the store",
     ),
     "mock": (_stage("kvstudy.load.mock"), "a scripted server to try a client on"),

@@ -102,9 +102,7 @@ def test_every_shipped_study_composes_fast_and_slow_alike(conf: Path) -> None:
         chosen = {group: next(iter(study.options[group])) for group in study.options}
         with initialize_config_dir(str(conf), version_base="1.3"):
             picked = [f"{group}={option}" for group, option in chosen.items() if option]
-            slow = OmegaConf.to_container(
-                compose("config", overrides=[f"study={name}", *picked]), resolve=True
-            )
+            slow = OmegaConf.to_container(compose("config", overrides=[f"study={name}", *picked]), resolve=True)
         fast = {group: study.options[group][option] for group, option in chosen.items()}
         assert fast == {group: slow[group] for group in fast}, name
 

@@ -9,5 +9,7 @@ rule analyse:
         cells=f"{RESULTS}/{STUDY}/cells.parquet",
     log:
         f"{RESULTS}/logs/{STUDY}/analyse.log",
+    params:
+        results=results_folder,
     shell:
-        "kvstudy analyse --plan {input.plan} --results {RESULTS} --out {output.cells} 2> >(tee {log} >&2)"
+        "kvstudy analyse --plan {input.plan} --results {params.results} --out {output.cells} 2> >(tee {log} >&2)"

@@ -8,5 +8,21 @@ rule model:
         f"{RESULTS}/models/{{model}}.json",
     log:
         f"{RESULTS}/logs/models/{{model}}.log",
+    params:
+        folder=f"{RESULTS}/models/{{model}}",
     shell:
-        "kvstudy prepare --model {input} --out {RESULTS}/models/{wildcards.model} --card {output} 2> >(tee {log} >&2)"
+        "kvstudy prepare --model {input} --out {params.folder} --card {output} 2> >(tee {log} >&2)"
+
+
+# InfiniGen's offline step: queries of a calibration text, decomposed once a model.
+rule skew:
+    input:
+        ancient(f"{RESULTS}/models/{{model}}.json"),
+    output:
+        f"{RESULTS}/models/{{model}}.skew.safetensors",
+    log:
+        f"{RESULTS}/logs/models/{{model}}.skew.log",
+    params:
+        folder=subpath(input[0], strip_suffix=".json"),
+    shell:
+        "kvstudy skew --model {params.folder} --out {output} > {log} 2>&1"

@@ -4,11 +4,13 @@ from pathlib import Path
 
 from snakemake.exceptions import WorkflowError
 
+from kvstudy.frameworks.environments import key as environment_key
 from kvstudy.grid.compose import ConfigError
 from kvstudy.grid.plan import model_id, overrides_from_snakemake, plan_study
 from kvstudy.grid.store import Layout
 
 RESULTS = config.get("results", "results")
+gpus = workflow.global_resources.get("gpu")
 LAYOUT = Layout(Path(RESULTS))
 
 try:
@@ -16,10 +18,11 @@ try:
         Path(workflow.basedir),
         overrides_from_snakemake(config),
         Path(RESULTS),
-        gpus=workflow.global_resources.get("gpu"),
+        gpus=getattr(gpus, "value", gpus),
     )
 except ConfigError as error:
-    raise WorkflowError(f"invalid study: {error}") from None
+    # Not a WorkflowError: that wraps the line in file names and a trace.
+    raise SystemExit(f"kvstudy: {error}") from None
 
 STUDY = PLAN.name
 VISITS = {visit.id: visit for visit in PLAN.visits}
@@ -40,9 +43,90 @@ localrules:
     report,
     track,
     model,
+    skew,
     environment,
     analyse,
-    figure,
-    table,
     document,
     sync,
+
+
+def results_folder(wildcards):
+    """The results folder, for commands that read more of it than their inputs."""
+    return RESULTS
+
+
+def study_folder(wildcards):
+    """The folder of the study's view."""
+    return f"{RESULTS}/{STUDY}"
+
+
+def environment_freeze(deployment):
+    """The freeze file of a deployment's environment; none when it runs in the project's own."""
+    name = deployment.framework.environment
+    if name is None:
+        return []
+    flavour = deployment.hardware.device
+    return [
+        f"{RESULTS}/environments/{name}-{flavour}-{environment_key(name, flavour)}.txt"
+    ]
+
+
+def visit_of(wildcards):
+    """The visit that a job's wildcards name."""
+    if hasattr(wildcards, "cell"):
+        if wildcards.cell not in VISIT_OF_CELL:
+            raise WorkflowError(
+                f"no cell {wildcards.cell} in study {STUDY}: `kvstudy grid study={STUDY}` lists them"
+            )
+        return VISIT_OF_CELL[wildcards.cell]
+    return VISITS[wildcards.visit]
+
+
+def visit_file(wildcards):
+    """The resolved description that the job reads."""
+    return str(LAYOUT.visit(STUDY, visit_of(wildcards).id))
+
+
+def model_card(wildcards):
+    """The card of the model that the visit serves."""
+    return f"{RESULTS}/models/{model_id(visit_of(wildcards).deployment)}.json"
+
+
+def skew_file(wildcards):
+    """InfiniGen's skewing matrices of the visit's model; none for other frameworks."""
+    deployment = visit_of(wildcards).deployment
+    return (
+        [str(LAYOUT.skew(model_id(deployment)))] if deployment.framework.skewed else []
+    )
+
+
+def freeze_file(wildcards):
+    """The freeze file of the visit's environment, if it has one of its own."""
+    return environment_freeze(visit_of(wildcards).deployment)
+
+
+def visit_cells(wildcards):
+    """Ids of the visit's cells: a new one makes the job run again (trigger `params`)."""
+    return sorted(cell.cell_id for cell in visit_of(wildcards).cells)
+
+
+def visit_priority(wildcards):
+    """Position in the seeded order of visits, so that drift is no framework's advantage."""
+    return visit_of(wildcards).priority
+
+
+def visit_gpus(wildcards):
+    """GPUs that the visit holds."""
+    return visit_of(wildcards).gpus
+
+
+def visit_threads(wildcards):
+    """Without a GPU a measurement has the machine to itself."""
+    visit = visit_of(wildcards)
+    if visit.gpus:
+        return 1
+    hardware = visit.deployment.hardware
+    return max(
+        workflow.cores or 1,
+        len(set(hardware.server_cores) | set(hardware.client_cores)),
+    )

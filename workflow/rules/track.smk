@@ -10,8 +10,10 @@ rule sync:
         f"{RESULTS}/tracking/{STUDY}.json",
     log:
         f"{RESULTS}/logs/{STUDY}/track.log",
+    params:
+        results=results_folder,
     shell:
-        "kvstudy track --plan {input.plan} --results {RESULTS} --out {output} 2> >(tee {log} >&2)"
+        "kvstudy track --plan {input.plan} --results {params.results} --out {output} 2> >(tee {log} >&2)"
 
 
 rule track:

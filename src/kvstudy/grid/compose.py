@@ -188,9 +188,7 @@ def read_study(conf: Path, overrides: list[str]) -> StudyConfig:
         known = cell_keys()
         for key in (*axes, *fixed):
             if key not in known:
-                raise ConfigError(
-                    f"conf/study/{study['name']}.yaml: unknown key '{key}'; {_choices(key, known)}"
-                )
+                raise ConfigError(f"conf/study/{study['name']}.yaml: unknown key '{key}'; {_choices(key, known)}")
         for key, chosen in values.items():
             if key.startswith("study."):
                 study[key.removeprefix("study.")] = chosen[0]
@@ -244,8 +242,7 @@ def combinations(study: StudyConfig) -> Iterator[dict[str, Any]]:
         for config in study.options.get(group, {}).values():
             keys |= _option_keys(group, config)
         raise ConfigError(
-            f"'{key}' is a key of none of {group} {', '.join(chosen_options) or 'chosen'}; "
-            f"{_choices(key, keys)}"
+            f"'{key}' is a key of none of {group} {', '.join(chosen_options) or 'chosen'}; {_choices(key, keys)}"
         )
 
 

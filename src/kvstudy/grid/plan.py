@@ -136,9 +136,7 @@ def make_plan(conf: Path, overrides: list[str]) -> Plan:
             )
         cells[cell.cell_id] = cell
     if not cells:
-        raise ConfigError(
-            f"study '{study.name}' has no cell; left out: {'; '.join(sorted(set(left_out.values())))}"
-        )
+        raise ConfigError(f"study '{study.name}' has no cell; left out: {'; '.join(sorted(set(left_out.values())))}")
     return Plan(
         study={"name": study.name, "title": study.title, "question": " ".join(study.question.split())},
         cells=tuple(cells.values()),
@@ -257,9 +255,7 @@ def write_plan(plan: Plan, results: Path, key: str = "") -> Path:
     return path
 
 
-def plan_study(
-    root: Path, overrides: list[str], results: Path, cached: bool = True, gpus: int | None = None
-) -> Plan:
+def plan_study(root: Path, overrides: list[str], results: Path, cached: bool = True, gpus: int | None = None) -> Plan:
     """The plan of the study that `overrides` name: from the cache where nothing changed, else made anew.
 
     `gpus` is how many the scheduler may hand out (None: no limit stated). A cell that wants more is refused
@@ -281,9 +277,7 @@ def plan_study(
         write_plan(plan, results, key)
     for visit in plan.visits:
         if gpus is not None and visit.gpus > gpus:
-            raise ConfigError(
-                f"{visit.id} needs {visit.gpus} GPUs and --resources gpu={gpus} allows fewer; raise it"
-            )
+            raise ConfigError(f"{visit.id} needs {visit.gpus} GPUs and --resources gpu={gpus} allows fewer; raise it")
         marker = layout.marker(plan.name, visit.id)
         if marker.is_file() and not all(store.is_whole(layout.cell(c.cell_id)) for c in visit.cells):
             marker.unlink()

@@ -22,7 +22,7 @@ NOT_IDENTITY = frozenset({"title", "bring_up_s"})
 class Strict(BaseModel):
     """A frozen record that refuses unknown keys."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 # --- lengths -------------------------------------------------------------------------------------
@@ -70,10 +70,10 @@ class NormalLength(Strict):
 
 
 class TraceLength(Strict):
-    """Lengths of the load's own trace, row by row, cut to `cap` (needs `load: trace`)."""
+    """Lengths of the load's own trace, row by row, cut to `high` (needs `load: trace`)."""
 
     kind: Literal["trace"] = "trace"
-    cap: PositiveInt
+    high: PositiveInt
 
 
 Length = Annotated[
@@ -148,6 +148,7 @@ class TextSource(Strict):
     kind: Literal["pydoc", "hub", "jsonl"] = "pydoc"
     hub_id: str | None = None
     revision: str | None = None
+    subset: str | None = None
     split: str = "train"
     path: str | None = None
     field: str = "text"
@@ -161,6 +162,21 @@ class TextSource(Strict):
         return self
 
 
+class SharedPrefix(Strict):
+    """What prompts have in common from their start.
+
+    `common`: the first `share` of each prompt is one of `groups` prefixes. `sessions`: `active` conversations take
+    turns; each of a session's `turns` prompts repeats all earlier ones (drawn text stands for the answers) and adds the
+    drawn length.
+    """
+
+    kind: Literal["common", "sessions"] = "common"
+    share: float = Field(default=0.0, ge=0.0, le=0.9)
+    groups: PositiveInt = 1
+    turns: PositiveInt = 4
+    active: PositiveInt = 4
+
+
 class Workload(Strict):
     """What is asked: text, lengths, and the share of long requests (the paper's "mix")."""
 
@@ -172,6 +188,7 @@ class Workload(Strict):
     long_share: float = Field(default=0.0, ge=0.0, le=1.0)
     output: Length
     long_output: Length | None = None
+    shared_prefix: SharedPrefix = SharedPrefix()
     api: Literal["completions", "chat"] = "completions"
     ignore_eos: bool = True
     temperature: float = Field(default=0.0, ge=0.0)
@@ -180,6 +197,8 @@ class Workload(Strict):
     def _mix_is_defined(self) -> Workload:
         if self.long_share > 0 and self.long_prompt is None:
             raise ValueError("long_share above 0 needs long_prompt")
+        if self.api == "chat" and (self.shared_prefix.share > 0 or self.shared_prefix.kind == "sessions"):
+            raise ValueError("shared_prefix needs api=completions: a chat template would come between")
         return self
 
 
@@ -247,6 +266,41 @@ class TraceLoad(_Timed):
     speed: PositiveFloat = 1.0
 
 
+class Slo(Strict):
+    """A service level: bounds in seconds that a good request meets, all of them."""
+
+    ttft_s: PositiveFloat | None = None
+    tpot_s: PositiveFloat | None = None
+    e2el_s: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _bounds_something(self) -> Slo:
+        if self.ttft_s is None and self.tpot_s is None and self.e2el_s is None:
+            raise ValueError("a service level bounds at least one of ttft_s, tpot_s, e2el_s")
+        return self
+
+
+class KneeLoad(_Timed):
+    """Finds the highest Poisson rate between `low` and `high` at which a share `goal` of requests meets `slo`.
+
+    Every probe offers its rate for `duration_s`; at most `probes` of them, until the bracket is within `precision`.
+    """
+
+    name: Literal["knee"] = "knee"
+    slo: Slo
+    low: PositiveFloat
+    high: PositiveFloat
+    goal: float = Field(default=0.9, gt=0.0, lt=1.0)
+    precision: PositiveFloat = 0.05
+    probes: PositiveInt = 12
+
+    @model_validator(mode="after")
+    def _ordered(self) -> KneeLoad:
+        if self.low > self.high:
+            raise ValueError(f"low {self.low} is above high {self.high}")
+        return self
+
+
 class ClosedLoad(_Timed):
     """Closed loop: `concurrency` requests in flight for `duration_s`."""
 
@@ -255,7 +309,7 @@ class ClosedLoad(_Timed):
 
 
 Load = Annotated[
-    PoissonLoad | GammaLoad | ConstantLoad | RampLoad | BurstLoad | TraceLoad | ClosedLoad,
+    PoissonLoad | GammaLoad | ConstantLoad | RampLoad | BurstLoad | TraceLoad | ClosedLoad | KneeLoad,
     Field(discriminator="name"),
 ]
 
@@ -270,6 +324,8 @@ def load_label(load: Load) -> str:
         return f"r{number(load.rate)}-{number(load.end_rate)}"
     if isinstance(load, BurstLoad):
         return f"n{load.requests}"
+    if isinstance(load, KneeLoad):
+        return f"{number(load.low)}-{number(load.high)}"
     if isinstance(load, TraceLoad):
         return f"x{number(load.speed)}"
     return f"r{number(load.rate)}"
@@ -325,6 +381,11 @@ class Vllm(Strict):
         """Name of the folder of `envs/` whose pins it runs in; None is the project's own."""
         return "vllm"
 
+    @property
+    def skewed(self) -> bool:
+        """Whether it needs the model's skewing matrices: only InfiniGen does."""
+        return False
+
 
 class _Native(Strict):
     implementation: Literal["native"] = "native"
@@ -339,6 +400,11 @@ class _Native(Strict):
     def environment(self) -> str | None:
         """Native frameworks run in the project's own environment."""
         return None
+
+    @property
+    def skewed(self) -> bool:
+        """Whether it needs the model's skewing matrices, an offline step of its own."""
+        return False
 
     def policy_options(self) -> dict[str, Any]:
         """Options handed to the policy's module, by its own names."""
@@ -364,7 +430,52 @@ class Streaming(_Native):
         return {"sinks": self.sinks}
 
 
-Framework = Annotated[Vllm | Full | Streaming, Field(discriminator="name")]
+class H2O(_Native):
+    """Heavy hitters and a recent window, everything else evicted (H2O, arXiv 2306.14048).
+
+    `rule` says whose reading: the authors' Llama code (`realdrop`), their FlexGen code (`flexgen`), their masking
+    simulation (`masked`: frees nothing, `source: simulated`) or the paper's text. The budget is split between heavy and
+    recent entries by `heavy_fraction`. See docs/fidelity.md.
+    """
+
+    name: Literal["h2o"] = "h2o"
+    title: str = Field(default="H2O (ours)")
+    rule: Literal["realdrop", "flexgen", "masked", "paper"] = "realdrop"
+    heavy_fraction: float = Field(default=0.5, ge=0.0, le=1.0)
+
+    def policy_options(self) -> dict[str, Any]:
+        """The rule and how the budget is split."""
+        return {"rule": self.rule, "heavy_fraction": self.heavy_fraction}
+
+
+class InfiniGen(_Native):
+    """The cache on the host tier, what a step needs fetched ahead by speculation (InfiniGen, arXiv 2406.19707).
+
+    `alpha` is in logits, `partial_ratio` the share of a head's columns that speculation reads, `pool_capacity` the share
+    of entries that the host pool holds. The budget caps what is fetched. See docs/fidelity.md.
+    """
+
+    name: Literal["infinigen"] = "infinigen"
+    title: str = Field(default="InfiniGen (ours)")
+    rule: Literal["request", "speed", "paper"] = "request"
+    alpha: float = Field(default=4.0, ge=0.0)
+    partial_ratio: float | None = Field(default=None, gt=0.0, le=1.0)
+    pool_capacity: float = Field(default=1.0, gt=0.0, le=1.0)
+    pool_rule: Literal["fifo", "lru", "counter"] = "counter"
+    host_kv_memory_mib: PositiveFloat = 4096.0
+
+    @property
+    def skewed(self) -> bool:
+        """Whether it needs the model's skewing matrices, an offline step of its own."""
+        return True
+
+    def policy_options(self) -> dict[str, Any]:
+        """Everything but where the skew lies, which the launcher knows."""
+        names = ("rule", "alpha", "partial_ratio", "pool_capacity", "pool_rule")
+        return {name: getattr(self, name) for name in names}
+
+
+Framework = Annotated[Vllm | Full | Streaming | H2O | InfiniGen, Field(discriminator="name")]
 
 
 # --- cell, deployment, visit ---------------------------------------------------------------------
@@ -429,6 +540,13 @@ class Cell(Deployment):
     workload: Workload
     load: Load
     seed: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _trace_lengths_have_a_trace(self) -> Cell:
+        lengths = (self.workload.prompt, self.workload.output, self.workload.long_prompt, self.workload.long_output)
+        if any(isinstance(length, TraceLength) for length in lengths) and not isinstance(self.load, TraceLoad):
+            raise ValueError(f"workload '{self.workload.name}' takes its lengths from a trace: it needs load=trace")
+        return self
 
     @property
     def deployment(self) -> Deployment:

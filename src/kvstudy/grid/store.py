@@ -49,6 +49,10 @@ class Layout:
         """Folder of a prepared model (Hugging Face layout and model.json)."""
         return self.root / "models" / model_id
 
+    def skew(self, model_id: str) -> Path:
+        """InfiniGen's skewing matrices of a model, made once."""
+        return self.root / "models" / f"{model_id}.skew.safetensors"
+
     def workload(self, workload_id: str) -> Path:
         """Folder of a drawn workload."""
         return self.root / "workloads" / workload_id

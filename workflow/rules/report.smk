@@ -1,0 +1,100 @@
+# Report: one file a figure and a table, each its own rule, so that restyling one reruns no measurement.
+from kvstudy.report import FIGURES, TABLES
+
+STUDY_DIR = f"{RESULTS}/{STUDY}"
+
+for figure, category in FIGURES.items():
+
+    rule:
+        name:
+            f"figure_{figure}"
+        input:
+            cells=rules.analyse.output.cells,
+        output:
+            png=report(
+                f"{STUDY_DIR}/figures/{figure}.png",
+                # Captions are made from the data, beside the figure.
+                caption=str(
+                    Path(STUDY_DIR, "figures", f"{figure}.caption.rst").resolve()
+                ),
+                category=category,
+                labels={"figure": figure.replace("_", " ")},
+            ),
+            pdf=f"{STUDY_DIR}/figures/{figure}.pdf",
+            text=f"{STUDY_DIR}/figures/{figure}.caption.txt",
+            caption=f"{STUDY_DIR}/figures/{figure}.caption.rst",
+        log:
+            f"{RESULTS}/logs/{STUDY}/figure_{figure}.log",
+        localrule: True
+        params:
+            name=figure,
+            study=study_folder,
+            results=results_folder,
+        shell:
+            "kvstudy figure {params.name} --study-dir {params.study} --results {params.results} > {log}"
+
+
+for table in TABLES:
+
+    rule:
+        name:
+            f"table_{table}"
+        input:
+            cells=rules.analyse.output.cells,
+        output:
+            csv=report(
+                f"{STUDY_DIR}/tables/{table}.csv",
+                caption="../../reports/captions/table.rst",
+                category="Tables",
+                labels={"table": table.replace("_", " ")},
+            ),
+            tex=f"{STUDY_DIR}/tables/{table}.tex",
+        log:
+            f"{RESULTS}/logs/{STUDY}/table_{table}.log",
+        localrule: True
+        params:
+            name=table,
+            study=study_folder,
+            results=results_folder,
+        shell:
+            "kvstudy table {params.name} --study-dir {params.study} --results {params.results} > {log}"
+
+
+rule figures:
+    input:
+        expand(f"{STUDY_DIR}/figures/{{figure}}.pdf", figure=FIGURES),
+
+
+rule tables:
+    input:
+        expand(f"{STUDY_DIR}/tables/{{table}}.csv", table=TABLES),
+
+
+rule document:
+    input:
+        plan=f"{RESULTS}/plan/{STUDY}/plan.json",
+        cells=rules.analyse.output.cells,
+        figures=rules.figures.input,
+        tables=rules.tables.input,
+        template="reports/study.typ",
+    output:
+        report(
+            f"{STUDY_DIR}/report.pdf",
+            caption="../../reports/captions/document.rst",
+            category="Report",
+        ),
+    log:
+        f"{RESULTS}/logs/{STUDY}/document.log",
+    params:
+        study=study_folder,
+        results=results_folder,
+    shell:
+        "kvstudy report --study-dir {params.study} --plan {input.plan} --results {params.results}"
+        " --template {input.template} --out {output} > {log}"
+
+
+rule report:
+    input:
+        rules.document.output,
+        rules.figures.input,
+        rules.tables.input,
