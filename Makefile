@@ -22,7 +22,7 @@ $(VENV)/.ready: pyproject.toml envs/kvstudy/constraints.txt envs/kvstudy/torch.t
 	@echo "setting up $(VENV) (two minutes and about 2 GB; once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(PYTHON) src/kvstudy/frameworks/environments.py torch --python $(BIN)/python
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c envs/kvstudy/constraints.txt -e '.[dev]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --use-pep517 -c envs/kvstudy/constraints.txt -e '.[dev]'
 	@touch $@
 
 test: setup lint  ## what CI runs

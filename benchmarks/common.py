@@ -10,7 +10,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 
 @dataclass(frozen=True)
@@ -33,13 +33,17 @@ def machine() -> dict[str, Any]:
     return {**stable, "fingerprint": fingerprint.fingerprint(stable), "conditions": fingerprint.volatile()}
 
 
-def main(description: str, rows: Callable[[], Sequence[Row]]) -> None:
+def main(description: str, rows: Callable[[], Sequence[Row]]) -> NoReturn:
     """Command line of a benchmark."""
     parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     options = parser.parse_args()
-    found = rows()
-    if options.json:
+    emit(rows(), options.json)
+
+
+def emit(found: Sequence[Row], as_json: bool) -> NoReturn:
+    """Print rows and exit: 1 when a target was not met."""
+    if as_json:
         print(json.dumps({"machine": machine(), "rows": [asdict(row) for row in found]}, indent=1))
     else:
         for row in found:

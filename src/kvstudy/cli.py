@@ -4,7 +4,8 @@
     kvstudy measure study=quick         measure what is missing (kvstudy measure --visit FILE: one visit)
     kvstudy analyse | track | report study=quick
     kvstudy serve framework=full model=smollm2-135m-instruct --port 8000
-    kvstudy prepare | environment | mock
+    kvstudy recommend --cells results/quick/cells.parquet --model NAME --context N --rate R --kv-memory MIB
+    kvstudy prepare | skew | environment | mock
 
 A stage is called either with a study (`study=NAME` and any Hydra overrides) or with the files that the
 workflow passes it. Exit codes: 0 done, 2 a fault of the input or the installation (one line says what to do),
@@ -241,6 +242,8 @@ COMMANDS: dict[str, tuple[Main, str]] = {
         _with_study("kvstudy.tracking.sync", "track", lambda lay, name: lay.root / "tracking" / f"{name}.json"),
         "reconcile MLflow with the store",
     ),
+    "claims": (_stage("kvstudy.analysis.claims"), "decide the claims of the field from measured cells"),
+    "recommend": (_stage("kvstudy.analysis.recommend"), "which deployment to use, from measured cells"),
     "mock": (_stage("kvstudy.load.mock"), "a scripted server to try a client on"),
 }
 

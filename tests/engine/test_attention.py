@@ -154,7 +154,7 @@ def test_prefill_kernel_equals_torch(start: int, c: int, kv_heads: int, group: i
 
 @needs_kernels
 @pytest.mark.skipif(not (kernels.library() and kernels.library().max_tokens), reason="no bfloat16 instructions")  # type: ignore[union-attr]
-@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 7, 64])
+@pytest.mark.parametrize("tokens", [1, 2, 3, 4, 7, 256])
 @pytest.mark.parametrize(("k", "n"), [(64, 16), (96, 48), (576, 960)])
 def test_linear_kernel(tokens: int, k: int, n: int) -> None:
     lib = kernels.library()

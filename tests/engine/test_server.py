@@ -48,7 +48,7 @@ class Server:
         """Seconds it takes to stop."""
         begin = time.monotonic()
         self.process.send_signal(signal.SIGTERM)
-        self.process.wait(10)
+        assert self.process.wait(10) == 0
         return time.monotonic() - begin
 
 

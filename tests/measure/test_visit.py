@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -46,6 +47,16 @@ from kvstudy.measure import visit as measuring
 from kvstudy.measure.visit import Fault, Measuring, measure_visit
 
 CORES = sorted(os.sched_getaffinity(0))
+TEXT = TextSource(kind="jsonl", path=str(Path(tempfile.gettempdir()) / f"kvstudy-test-text-{os.getuid()}.jsonl"))
+
+
+def write_text() -> None:
+    """A fifth of the Python documentation: enough for these loads, and quick to tokenise."""
+    documents = read_text(TextSource()).documents[:16]
+    store.write_text(Path(str(TEXT.path)), "".join(json.dumps({"text": item}) + "\n" for item in documents))
+
+
+write_text()
 
 
 @pytest.fixture(autouse=True)
@@ -63,7 +74,7 @@ def cell(load: Load | None = None, *, seed: int = 0, limit: float | None = None)
         ),
         kv_memory_mib=1,
         harness_version=1,
-        workload=Workload(name="w", prompt=UniformLength(low=12, high=40), output=FixedLength(tokens=4)),
+        workload=Workload(name="w", text=TEXT, prompt=UniformLength(low=12, high=40), output=FixedLength(tokens=4)),
         load=load or PoissonLoad(rate=20, duration_s=1.0, timeout_s=2, drain_s=2, warmup_requests=2),
         seed=seed,
     )

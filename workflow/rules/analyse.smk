@@ -5,11 +5,22 @@ rule analyse:
     input:
         plan=f"{RESULTS}/plan/{STUDY}/plan.json",
         visits=[str(LAYOUT.marker(STUDY, visit)) for visit in VISITS],
+        claims=sorted(map(str, Path("conf/claims").glob("*.yaml"))),
     output:
         cells=f"{RESULTS}/{STUDY}/cells.parquet",
+        csv=report(
+            f"{RESULTS}/{STUDY}/cells.csv",
+            caption="../../reports/captions/cells.rst",
+            category="Tables",
+            labels={"table": "all cells"},
+        ),
+        points=f"{RESULTS}/{STUDY}/points.csv",
+        attribution=f"{RESULTS}/{STUDY}/attribution.csv",
+        claims=f"{RESULTS}/{STUDY}/claims.json",
     log:
         f"{RESULTS}/logs/{STUDY}/analyse.log",
     params:
         results=results_folder,
     shell:
-        "kvstudy analyse --plan {input.plan} --results {params.results} --out {output.cells} 2> >(tee {log} >&2)"
+        "kvstudy analyse --plan {input.plan} --results {params.results} --out {output.cells}"
+        " > >(tee {log}) 2>&1"

@@ -21,6 +21,7 @@ import hashlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -145,9 +146,14 @@ def block_bootstrap(series: list[Floats], seed: int) -> tuple[float, float]:
     return float(low), float(high)
 
 
+@lru_cache(maxsize=64)
+def _t_quantile(freedom: int) -> float:
+    return float(stats.t.ppf(0.5 + CONFIDENCE / 2, freedom))
+
+
 def t_interval(values: Floats) -> tuple[float, float]:
     """Student's t interval of a mean."""
-    half = stats.t.ppf(0.5 + CONFIDENCE / 2, len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
+    half = _t_quantile(len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
     return float(values.mean() - half), float(values.mean() + half)
 
 

@@ -17,6 +17,7 @@ interval is Student's t from three seeds on, else it comes from the cells' own; 
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -31,7 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError,
 from kvstudy.analysis.attribution import t_interval
 from kvstudy.analysis.plan import AnalysisError
 from kvstudy.analysis.replicates import ENOUGH_SEEDS
-from kvstudy.analysis.table import MISSING, read_table, usable
+from kvstudy.analysis.table import AXES, KEYS, MISSING, RESULTS, read_table, usable
 from kvstudy.grid.store import write_json
 
 Status = Literal["supported", "contradicted", "inconclusive", "not testable"]
@@ -263,9 +264,14 @@ _AXIS_COLUMNS: dict[str, tuple[str, ...]] = {
 }
 
 
+#: Metrics that a claim may name beside those derived here; the table has hundreds of columns more.
+_METRIC = re.compile(r"^(ttft|tpot|itl|e2el)\.p50|^(throughput|goodput|rate|memory)\.")
+
+
 def with_derived(table: pd.DataFrame) -> pd.DataFrame:
-    """The table with columns that claims speak of: level of load, bytes on the device, tokens/s a GiB."""
-    table = table.copy()
+    """What claims speak of: axes, results, metrics, and level of load, bytes on the device, tokens/s a GiB."""
+    kept = [c for c in table.columns if c in (*KEYS, *AXES, *RESULTS) or _METRIC.match(str(c))]
+    table = table[kept].copy()
     table.attrs = {}
     table["level"] = table["rate"].fillna(table["concurrency"])
     empty = pd.Series(np.nan, index=table.index)
@@ -283,13 +289,19 @@ def with_derived(table: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
-@dataclass
+#: Value, ends of the interval, and id of a cell.
+Value = tuple[float, float, float, str]
+
+
 class Context:
     """Usable cells that differ in framework, budget, seed and the axis only."""
 
-    name: str
-    rows: pd.DataFrame
-    column: str
+    def __init__(self, name: str, rows: pd.DataFrame, column: str) -> None:
+        self.name = name
+        self.rows = rows
+        self.column = column
+        self._of: dict[Side, pd.DataFrame] = {}
+        self._series: dict[tuple[Side, str], dict[float, dict[int, Value]]] = {}
 
     def values(self, *sides: Side) -> list[float]:
         """Values of the axis at which every side has a cell."""
@@ -301,6 +313,11 @@ class Context:
 
     def of(self, side: Side) -> pd.DataFrame:
         """Rows of a side: of its framework, at the budget nearest to the wanted one."""
+        if side not in self._of:
+            self._of[side] = self._pick(side)
+        return self._of[side]
+
+    def _pick(self, side: Side) -> pd.DataFrame:
         rows = self.rows[self.rows["framework"] == side.framework]
         variants = rows["implementation"] + " " + rows["rule"] + " " + rows["scheduler"]
         if variants.nunique() > 1:
@@ -314,9 +331,67 @@ class Context:
             return rows.iloc[:0]
         return rows[rows["budget_share"] == nearest]
 
+    def label(self, side: Side) -> str:
+        """A side as a sentence names it, with the budget that was measured."""
+        shares = sorted(set(self.of(side)["budget_share"]))
+        return side.framework + (f" b={shares[0]:g}" if len(shares) == 1 and shares[0] < 1 else "")
+
+    def series(self, side: Side, metric: str) -> dict[float, dict[int, Value]]:
+        """A side's values of a metric by value of the axis and seed; starred percentiles are left out."""
+        if metric not in self.rows:
+            raise NotTestable(f"no cell has {metric}")
+        if (side, metric) not in self._series:
+            rows = self.of(side)
+            keep = rows[metric].notna() & rows[self.column].notna()
+            if f"{metric}.starred" in rows:
+                keep &= ~rows[f"{metric}.starred"].astype(bool)
+            rows = rows[keep]
+            empty = pd.Series(np.nan, index=rows.index)
+            columns = [rows[self.column], rows["seed"], rows[metric]]
+            columns += [rows.get(f"{metric}.{end}", empty) for end in ("low", "high")]
+            found: dict[float, dict[int, Value]] = {}
+            for at, seed, value, low, high, cell in zip(*columns, rows["cell"], strict=True):
+                one = (float(value), float(low), float(high), str(cell))
+                found.setdefault(float(at), {}).setdefault(int(seed), one)
+            self._series[side, metric] = found
+        return self._series[side, metric]
+
+    def means(self, side: Side, metric: str) -> dict[float, float]:
+        """Mean over seeds of a side's metric by value of the axis, in its order."""
+        found = self.series(side, metric)
+        return {at: float(np.mean([one[0] for one in found[at].values()])) for at in sorted(found)}
+
+    def ratio(self, metric: str, of: Side, at: float, to: Side, other: float) -> Numbers | None:
+        """A side's metric at one value of the axis over a side's at another, paired by seed."""
+        above, below = self.series(of, metric).get(at, {}), self.series(to, metric).get(other, {})
+        logs, variances, cells = [], [], []
+        for seed in above.keys() & below.keys():
+            one, two = above[seed], below[seed]
+            if one[0] > 0 and two[0] > 0:
+                logs.append(float(np.log(one[0] / two[0])))
+                parts = (_variance(one), _variance(two))
+                variances.append(None if parts[0] is None or parts[1] is None else parts[0] + parts[1])
+                cells += [one[3], two[3]]
+        return (*_log_estimate(logs, variances), sorted(set(cells))) if logs else None
+
+
+class Cells:
+    """The cells that a predicate may look at, and the contexts they form, each made once."""
+
+    def __init__(self, rows: pd.DataFrame, everything: pd.DataFrame) -> None:
+        self.rows = rows
+        self.everything = everything
+        self._contexts: dict[str, list[Context]] = {}
+
+    def contexts(self, axis: str) -> list[Context]:
+        """Groups in which a predicate over `axis` is evaluated."""
+        if axis not in self._contexts:
+            self._contexts[axis] = contexts(self.rows, axis)
+        return self._contexts[axis]
+
 
 def contexts(rows: pd.DataFrame, axis: str) -> list[Context]:
-    """Groups of cells in which a predicate over `axis` is evaluated."""
+    """Groups of rows that differ in framework, budget, seed and the axis only."""
     column = "level" if axis == "load" else axis
     apart = _AXIS_COLUMNS.get(axis, (axis,))
     keys = [key for key in _CONDITIONS if key not in apart]
@@ -324,7 +399,8 @@ def contexts(rows: pd.DataFrame, axis: str) -> list[Context]:
     for _, part in rows.groupby(keys, dropna=False, sort=True):
         first = part.iloc[0]
         names = [str(first[key]) for key in ("model", "workload") if key not in apart]
-        names.append(f"{first['kv_memory_mib']:g} MiB") if axis != "kv_memory_mib" else None
+        if axis != "kv_memory_mib":
+            names.append(f"{first['kv_memory_mib']:g} MiB")
         if axis != "load":
             names.append(f"{first['level']:g} {'requests/s' if pd.notna(first['rate']) else 'in flight'}")
         found.append(Context(", ".join(names), part, column))
@@ -332,20 +408,6 @@ def contexts(rows: pd.DataFrame, axis: str) -> list[Context]:
 
 
 # --- estimates -----------------------------------------------------------------------------------
-
-
-def _by_seed(rows: pd.DataFrame, metric: str) -> pd.DataFrame:
-    """Value, interval and cell of each seed; starred percentiles and NA are left out."""
-    if metric not in rows:
-        raise NotTestable(f"no cell has {metric}")
-    part = rows[rows[metric].notna()]
-    if f"{metric}.starred" in part:
-        part = part[~part[f"{metric}.starred"]]
-    frame = pd.DataFrame({"seed": part["seed"], "value": part[metric].astype(float), "cell": part["cell"]})
-    for end in ("low", "high"):
-        name = f"{metric}.{end}"
-        frame[end] = part[name].astype(float) if name in part else np.nan
-    return frame.drop_duplicates("seed").set_index("seed")
 
 
 def _log_estimate(logs: Sequence[float], variances: Sequence[float | None]) -> tuple[float, float, float]:
@@ -362,28 +424,12 @@ def _log_estimate(logs: Sequence[float], variances: Sequence[float | None]) -> t
     return float(np.exp(mean)), float(np.exp(low)), float(np.exp(high))
 
 
-def _variance(row: pd.Series) -> float | None:
-    low, high = float(row["low"]), float(row["high"])
+def _variance(one: Value) -> float | None:
+    """Variance of the logarithm of a value from its interval, None where it has none."""
+    _, low, high, _ = one
     if not (np.isfinite(low) and np.isfinite(high) and low > 0):
         return None
     return float((np.log(high / low) / (2 * 1.96)) ** 2)
-
-
-def ratio(of: pd.DataFrame, to: pd.DataFrame, metric: str) -> Numbers | None:
-    """Ratio of two sets of cells, paired by seed, with its interval and the cells it came from."""
-    above, below = _by_seed(of, metric), _by_seed(to, metric)
-    above, below = above[above["value"] > 0], below[below["value"] > 0]
-    seeds = [seed for seed in above.index if seed in below.index]
-    if not seeds:
-        return None
-    logs, variances, cells = [], [], []
-    for seed in seeds:
-        one, other = above.loc[seed], below.loc[seed]
-        logs.append(float(np.log(one["value"] / other["value"])))
-        parts = (_variance(one), _variance(other))
-        variances.append(None if parts[0] is None or parts[1] is None else parts[0] + parts[1])
-        cells += [str(one["cell"]), str(other["cell"])]
-    return (*_log_estimate(logs, variances), list(dict.fromkeys(cells)))
 
 
 def judge(low: float, high: float, minimum: float | None, maximum: float | None) -> Status:
@@ -415,11 +461,6 @@ def _any(statuses: Iterable[str]) -> Status:
     return "inconclusive" if "inconclusive" in found else "contradicted"
 
 
-def _label(side: Side, rows: pd.DataFrame) -> str:
-    shares = sorted(set(rows["budget_share"]))
-    return side.framework + (f" b={shares[0]:g}" if len(shares) == 1 and shares[0] < 1 else "")
-
-
 # --- predicates ----------------------------------------------------------------------------------
 
 Result = tuple[Status, list[Estimate]]
@@ -438,18 +479,19 @@ def _need(rows: pd.DataFrame, sides: Sequence[Side], found: Sequence[Any], axis:
     raise NotTestable(f"no model and workload where all of them were measured at {wanted}{extra}")
 
 
-def _ratio(predicate: Ratio, rows: pd.DataFrame) -> Result:
+def _ratio(predicate: Ratio, cells: Cells) -> Result:
     sides = (predicate.of, predicate.to)
     usable_contexts = [
         (context, values)
-        for context in contexts(rows, predicate.axis)
+        for context in cells.contexts(predicate.axis)
         if len(values := context.values(*sides)) >= predicate.values
     ]
-    _need(rows, sides, usable_contexts, predicate.axis, predicate.values)
+    _need(cells.rows, sides, usable_contexts, predicate.axis, predicate.values)
     statuses: list[str] = []
     numbers: list[Estimate] = []
     for context, values in usable_contexts:
-        at = {value: _ratio_at(predicate, context, value) for value in values}
+        of, to = sides
+        at = {value: context.ratio(predicate.metric, of, value, to, value) for value in values}
         known = {value: one for value, one in at.items() if one is not None}
         if not known:
             continue
@@ -462,7 +504,7 @@ def _ratio(predicate: Ratio, rows: pd.DataFrame) -> Result:
             status = judge(one[1], one[2], predicate.min, predicate.max)
             mine.append(status)
             where = "" if np.isnan(value) else f" at {_at(predicate.axis, value)}"
-            names = " / ".join(_label(side, context.of(side)) for side in sides)
+            names = " / ".join(context.label(side) for side in sides)
             what = f"{predicate.metric}, {names} ({context.name}{where})"
             numbers.append(_estimate(what, one, _bound_text(predicate.min, predicate.max), status))
         statuses.append(_any(mine) if predicate.over == "any" else _all(mine))
@@ -471,32 +513,26 @@ def _ratio(predicate: Ratio, rows: pd.DataFrame) -> Result:
     return _all(statuses), numbers
 
 
-def _ratio_at(predicate: Ratio, context: Context, value: float) -> Numbers | None:
-    of, to = (context.of(side) for side in (predicate.of, predicate.to))
-    return ratio(of[of[context.column] == value], to[to[context.column] == value], predicate.metric)
-
-
 def _combined(predicate: Ratio, context: Context, known: Mapping[float, Numbers]) -> Numbers:
     """The ratio's geometric mean over the axis, or the ratio of the peaks."""
     if predicate.over == "peak":
-        best = []
+        tops = []
         for side in (predicate.of, predicate.to):
-            part = context.of(side)
-            means = part.groupby(context.column)[predicate.metric].mean()
-            best.append(part[part[context.column] == means.idxmax()])
-        peak = ratio(best[0], best[1], predicate.metric)
+            means = context.means(side, predicate.metric)
+            tops.append(max(means, key=lambda at: means[at]))
+        peak = context.ratio(predicate.metric, predicate.of, tops[0], predicate.to, tops[1])
         if peak is None:
             raise NotTestable(f"the peaks of {predicate.metric} share no seed")
         return peak
     logs = np.log([one[0] for one in known.values()])
     halves = np.array([np.log(one[2] / one[1]) / 2 for one in known.values()])
     half = float(np.sqrt((halves**2).sum()) / len(halves))
-    cells = [cell for one in known.values() for cell in one[3]]
+    used = [cell for one in known.values() for cell in one[3]]
     mean = float(logs.mean())
-    return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half)), cells
+    return float(np.exp(mean)), float(np.exp(mean - half)), float(np.exp(mean + half)), used
 
 
-def _order(predicate: Order, rows: pd.DataFrame) -> Result:
+def _order(predicate: Order, cells: Cells) -> Result:
     results = [
         _ratio(
             Ratio(
@@ -508,7 +544,7 @@ def _order(predicate: Order, rows: pd.DataFrame) -> Result:
                 min=1 - predicate.tolerance,
                 values=predicate.values,
             ),
-            rows,
+            cells,
         )
         for one, other in zip(predicate.frameworks, predicate.frameworks[1:], strict=False)
     ]
@@ -516,32 +552,34 @@ def _order(predicate: Order, rows: pd.DataFrame) -> Result:
 
 
 def _along(
-    predicate: Flat | Trend, rows: pd.DataFrame, pick: Callable[[pd.Series], tuple[Any, Any]]
+    predicate: Flat | Trend, cells: Cells, pick: Callable[[dict[float, float]], tuple[float, float]]
 ) -> Iterator[tuple[str, Numbers]]:
     """Ratio between two values of the axis of one side, in every context; `pick` names the two."""
     found = [
         (context, values)
-        for context in contexts(rows, predicate.axis)
+        for context in cells.contexts(predicate.axis)
         if len(values := context.values(predicate.of)) >= predicate.values
     ]
-    _need(rows, (predicate.of,), found, predicate.axis, predicate.values)
+    _need(cells.rows, (predicate.of,), found, predicate.axis, predicate.values)
     for context, _ in found:
-        part = context.of(predicate.of)
-        if predicate.metric not in part:
-            raise NotTestable(f"no cell has {predicate.metric}")
-        means = part.groupby(context.column)[predicate.metric].mean().dropna()
+        means = context.means(predicate.of, predicate.metric)
         if len(means) < predicate.values:
             continue
         top, bottom = pick(means)
-        one = ratio(part[part[context.column] == top], part[part[context.column] == bottom], predicate.metric)
+        one = context.ratio(predicate.metric, predicate.of, top, predicate.of, bottom)
         if one is not None:
-            where = f"{_label(predicate.of, part)} at {_at(predicate.axis, top)} / {bottom:g}"
+            where = f"{context.label(predicate.of)} at {_at(predicate.axis, top)} / {bottom:g}"
             yield f"{predicate.metric}, {where} ({context.name})", one
 
 
-def _flat(predicate: Flat, rows: pd.DataFrame) -> Result:
+def _extremes(means: dict[float, float]) -> tuple[float, float]:
+    """Where the largest and the smallest mean are."""
+    return max(means, key=lambda at: means[at]), min(means, key=lambda at: means[at])
+
+
+def _flat(predicate: Flat, cells: Cells) -> Result:
     numbers = []
-    for what, one in _along(predicate, rows, lambda means: (means.idxmax(), means.idxmin())):
+    for what, one in _along(predicate, cells, _extremes):
         status = judge(one[1], one[2], None, 1 + predicate.spread)
         bound = _bound_text(None, 1 + predicate.spread)
         numbers.append(_estimate(what, one, bound, status))
@@ -550,9 +588,9 @@ def _flat(predicate: Flat, rows: pd.DataFrame) -> Result:
     return _all(number.status for number in numbers), numbers
 
 
-def _trend(predicate: Trend, rows: pd.DataFrame) -> Result:
+def _trend(predicate: Trend, cells: Cells) -> Result:
     numbers = []
-    for what, one in _along(predicate, rows, lambda means: (means.index.max(), means.index.min())):
+    for what, one in _along(predicate, cells, lambda means: (max(means), min(means))):
         status = judge(one[1], one[2], predicate.min, predicate.max)
         bound = _bound_text(predicate.min, predicate.max)
         numbers.append(_estimate(what, one, bound, status))
@@ -561,22 +599,21 @@ def _trend(predicate: Trend, rows: pd.DataFrame) -> Result:
     return _all(number.status for number in numbers), numbers
 
 
-def _crossing(predicate: Crossing, rows: pd.DataFrame) -> Result:
+def _crossing(predicate: Crossing, cells: Cells) -> Result:
     numbers: list[Estimate] = []
     statuses: list[str] = []
     found = []
-    for context in contexts(rows, predicate.axis):
+    for context in cells.contexts(predicate.axis):
         for place, one in enumerate(predicate.frameworks):
             for other in predicate.frameworks[place + 1 :]:
                 values = context.values(one, other)
                 if len(values) >= predicate.values:
                     found.append((context, one, other, values))
-    _need(rows, predicate.frameworks, found, predicate.axis, predicate.values)
+    _need(cells.rows, predicate.frameworks, found, predicate.axis, predicate.values)
     for context, one, other, values in found:
         ratios = []
         for value in values:
-            of, to = context.of(one), context.of(other)
-            at = ratio(of[of[context.column] == value], to[to[context.column] == value], predicate.metric)
+            at = context.ratio(predicate.metric, one, value, other, value)
             if at is not None:
                 ratios.append((value, at))
         if len(ratios) < predicate.values:
@@ -586,7 +623,7 @@ def _crossing(predicate: Crossing, rows: pd.DataFrame) -> Result:
         clear = len(ahead) + len(behind) == len(ratios)
         status: Status = "supported" if ahead and behind else ("contradicted" if clear else "inconclusive")
         statuses.append(status)
-        names = f"{_label(one, context.of(one))} / {_label(other, context.of(other))}"
+        names = f"{context.label(one)} / {context.label(other)}"
         for value, at in (min(ratios, key=lambda r: r[1][0]), max(ratios, key=lambda r: r[1][0])):
             what = f"{predicate.metric}, {names} at {_at(predicate.axis, value)} ({context.name})"
             numbers.append(_estimate(what, at, "both sides of 1", status))
@@ -597,14 +634,14 @@ def _crossing(predicate: Crossing, rows: pd.DataFrame) -> Result:
     return status, [n for n in numbers if n.status == status][:8]
 
 
-def _no_winner(predicate: NoWinner, rows: pd.DataFrame) -> Result:
+def _no_winner(predicate: NoWinner, cells: Cells) -> Result:
     wins: dict[str, set[str]] = {}
     places: set[str] = set()
     numbers: list[Estimate] = []
     for metric, better in predicate.metrics.items():
-        if metric not in rows:
+        if metric not in cells.rows:
             continue
-        for context in contexts(rows, "load"):
+        for context in cells.contexts("load"):
             for value in sorted({float(v) for v in context.rows["level"]}):
                 sides = [side for side in predicate.frameworks if value in context.values(side)]
                 if len(sides) < len(predicate.frameworks):
@@ -635,9 +672,7 @@ def _leader(
         for other in sides:
             if other is one:
                 continue
-            of, to = context.of(one), context.of(other)
-            at = ratio(of[of[context.column] == value], to[to[context.column] == value], metric)
-            ratios.append(at)
+            ratios.append(context.ratio(metric, one, value, other, value))
         apart = [at is not None and (at[1] > 1 if better == "higher" else at[2] < 1) for at in ratios]
         if ratios and all(apart):
             known = [at for at in ratios if at is not None]
@@ -645,8 +680,8 @@ def _leader(
     return None
 
 
-def _survives(predicate: Survives, rows: pd.DataFrame, everything: pd.DataFrame) -> Result:
-    measured = everything[everything["outcome"] != MISSING]
+def _survives(predicate: Survives, cells: Cells) -> Result:
+    measured = cells.everything[cells.everything["outcome"] != MISSING]
     sides = (predicate.of, *predicate.others)
     absent = [s.framework for s in sides if not (measured["framework"] == s.framework).any()]
     if absent:
@@ -671,69 +706,96 @@ def _survives(predicate: Survives, rows: pd.DataFrame, everything: pd.DataFrame)
             alive = bool(usable(mine).any())
             statuses.append("supported" if alive else "contradicted")
             names = ", ".join(side.framework for side in failed)
-            cells = [str(cell) for cell in mine["cell"]]
+            used = [str(cell) for cell in mine["cell"]]
             what = f"valid results at {pool:g} MiB, where {names} fail ({context.name})"
             share = float(usable(mine).mean())
-            numbers.append(Estimate(what, share, share, share, "> 0", statuses[-1], cells))
+            numbers.append(Estimate(what, share, share, share, "> 0", statuses[-1], used))
     if not statuses:
         raise NotTestable("no KV memory small enough that another framework fails")
     return _all(statuses), numbers
 
 
-def _evaluate(predicate: Any, rows: pd.DataFrame, everything: pd.DataFrame) -> Result:
+def _evaluate(predicate: Any, cells: Cells) -> Result:
     if isinstance(predicate, Needs):
         raise NotTestable(predicate.what)
-    if isinstance(predicate, Survives):
-        return _survives(predicate, rows, everything)
-    table: dict[type, Callable[[Any, pd.DataFrame], Result]] = {
+    table: dict[type, Callable[[Any, Cells], Result]] = {
         Ratio: _ratio,
         Order: _order,
         Flat: _flat,
         Trend: _trend,
         Crossing: _crossing,
         NoWinner: _no_winner,
+        Survives: _survives,
     }
-    return table[type(predicate)](predicate, rows)
+    return table[type(predicate)](predicate, cells)
 
 
 # --- deciding ------------------------------------------------------------------------------------
 
 
-def decide(claim: Claim, table: pd.DataFrame) -> list[Decision]:
-    """Decide a claim; one about memory once on reserved and once on live bytes."""
-    everything = with_derived(table)
-    rows = everything[usable(everything)]
-    return [_decide(claim, kind, rows, everything) for kind in (claim.bytes or ("",))]
+class Judge:
+    """Decides claims on one table; cells are sorted into contexts once for all claims."""
 
+    def __init__(self, table: pd.DataFrame) -> None:
+        self.everything = with_derived(table)
+        self.rows = self.everything[usable(self.everything)]
+        self._cells: dict[tuple[str | None, bool], Cells] = {}
 
-def _decide(claim: Claim, kind: str, rows: pd.DataFrame, everything: pd.DataFrame) -> Decision:
-    name = f"{claim.id} ({kind} bytes)" if kind else claim.id
-    done = Decision(name, claim.statement, claim.source, "not testable", "", note=claim.note)
-    if claim.device is not None and not (rows["device"] == claim.device).any():
-        done.reason = f"needs a {claim.device.upper()} device; this study has none"
-        return done
-    if claim.device is not None:
-        rows = rows[rows["device"] == claim.device]
-    if "memory" in claim.statement.lower() or claim.bytes:
-        rows = rows[rows["source"] != "simulated"]
-    statuses: list[Status] = []
-    try:
+    def cells(self, device: str | None, memory: bool) -> Cells:
+        """Cells for a claim: of its device, and for one about memory without simulated ones."""
+        if (device, memory) not in self._cells:
+            rows = self.rows
+            if device is not None:
+                rows = rows[rows["device"] == device]
+            if memory:
+                rows = rows[rows["source"] != "simulated"]
+            self._cells[device, memory] = Cells(rows, self.everything)
+        return self._cells[device, memory]
+
+    def decide(self, claim: Claim) -> list[Decision]:
+        """Decide a claim; one about memory once on reserved and once on live bytes."""
+        return [self._decide(claim, kind) for kind in (claim.bytes or ("",))]
+
+    def _decide(self, claim: Claim, kind: str) -> Decision:
+        name = f"{claim.id} ({kind} bytes)" if kind else claim.id
+        done = Decision(name, claim.statement, claim.source, "not testable", "", note=claim.note)
+        if claim.device is not None and not (self.rows["device"] == claim.device).any():
+            done.reason = f"needs a {claim.device.upper()} device; this study has none"
+            return done
+        cells = self.cells(claim.device, bool(claim.bytes) or _about_memory(claim))
+        statuses: list[Status] = []
+        lacking: list[str] = []
         for predicate in claim.decide:
-            status, numbers = _evaluate(_with_bytes(predicate, kind), rows, everything)
+            try:
+                status, numbers = _evaluate(_with_bytes(predicate, kind), cells)
+            except NotTestable as reason:
+                lacking.append(str(reason))
+                continue
             statuses.append(status)
             done.numbers += numbers
-    except NotTestable as lacking:
-        # What was refuted stays refuted, whatever the rest of the claim would need.
-        if "contradicted" not in statuses:
-            done.reason = str(lacking)
+        # What is refuted stays refuted, whatever the rest of the claim would need.
+        if lacking and "contradicted" not in statuses:
+            done.reason = "; ".join(dict.fromkeys(lacking))
+            done.numbers = []
             return done
-    done.status = _all(statuses)
-    against = [n for n in done.numbers if n.status == done.status]
-    if done.status != "supported":
-        done.reason = f"{len(against)} of {len(done.numbers)} numbers {_REASONS[done.status]}"
-    else:
-        done.reason = f"all {len(done.numbers)} numbers lie within the bounds"
-    return done
+        done.status = _all(statuses)
+        against = sum(number.status == done.status for number in done.numbers)
+        if done.status == "supported":
+            done.reason = f"all {len(done.numbers)} numbers lie within the bounds"
+        else:
+            done.reason = f"{against} of {len(done.numbers)} numbers {_REASONS[done.status]}"
+        return done
+
+
+def _about_memory(claim: Claim) -> bool:
+    metrics = [str(getattr(predicate, "metric", "")) for predicate in claim.decide]
+    metrics += [name for predicate in claim.decide for name in getattr(predicate, "metrics", {})]
+    return any("gib" in metric or metric.startswith("memory.") for metric in metrics)
+
+
+def decide(claim: Claim, table: pd.DataFrame) -> list[Decision]:
+    """Decide one claim on a table."""
+    return Judge(table).decide(claim)
 
 
 _REASONS = {
@@ -751,7 +813,8 @@ def _with_bytes(predicate: Any, kind: str) -> Any:
 
 def decide_all(claims: Sequence[Claim], table: pd.DataFrame) -> list[Decision]:
     """Decide every claim."""
-    return [decision for claim in claims for decision in decide(claim, table)]
+    court = Judge(table)
+    return [decision for claim in claims for decision in court.decide(claim)]
 
 
 def as_json(decisions: Sequence[Decision]) -> list[dict[str, Any]]:

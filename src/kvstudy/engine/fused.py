@@ -2,9 +2,8 @@
 
 The library runs some thirty operations a layer; for a small model and few tokens, starting them costs more
 than computing. Here a layer is: norm, one product for q, k and v, RoPE, attention, output product, norm, one
-product for gate and up, SiLU, down product. On a CPU in bfloat16 the parts around the attention are two calls
-into `kernels/layers.c` for up to `Library.max_tokens` tokens, and torch's products with our small kernels
-between them for more. Elsewhere it is plain torch.
+product for gate and up, SiLU, down product. On a CPU in bfloat16 all of it but the attention is two calls into
+`kernels/layers.c` for each `Library.max_tokens` tokens. Elsewhere it is plain torch.
 
 The fused weights replace the library's storage, whose own parameters become views of them: nothing is held
 twice, and `q_proj` and its like go on working.
@@ -79,57 +78,44 @@ class Llama:
         cos, sin = self.cos[positions], self.sin[positions]
         if self.lib is None:
             hidden = self._plain(hidden, cos, sin, attend)
-        elif len(ids) <= self.lib.max_tokens:
-            self._few(self.lib, hidden, cos, sin, attend)
         else:
-            hidden = self._many(self.lib, hidden, cos, sin, attend)
-        hidden = hidden if len(keep) == len(hidden) else hidden[keep]
-        if self.lib is None or not 0 < len(hidden) <= self.lib.max_tokens:
-            return F.linear(F.rms_norm(hidden, self.norm.shape, self.norm, self.eps), self.head)
-        normed = self.lib.norm(hidden, self.norm, self.eps)
-        return self.lib.linear(normed, self.head)
+            self._compiled(self.lib, hidden, cos, sin, attend)
+        hidden = self._last_norm(hidden if len(keep) == len(hidden) else hidden[keep])
+        if self.lib is None or len(hidden) > self.lib.max_tokens:
+            return F.linear(hidden, self.head)
+        return self.lib.linear(hidden, self.head)
+
+    def _last_norm(self, hidden: torch.Tensor) -> torch.Tensor:
+        """As the library rounds it: `F.rms_norm` does not, and decides near ties otherwise."""
+        x = hidden.float()
+        x = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.norm * x.to(hidden.dtype)
 
     def _split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         g = self.geometry
         heads = qkv.view(len(qkv), -1, g.head_dim)
         return heads[:, : g.heads], heads[:, g.heads : g.heads + g.kv_heads], heads[:, g.heads + g.kv_heads :]
 
-    def _few(
+    def _compiled(
         self, lib: kernels.Library, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
     ) -> None:
-        """Two calls a layer around the attention; `hidden` is updated in place."""
-        g = self.geometry
-        first = self.layers[0]
-        tokens = len(hidden)
+        """Two calls a layer around the attention, for each part of the tokens; `hidden` is updated in place."""
+        g, first, tokens = self.geometry, self.layers[0], len(hidden)
+        rotated = g.heads + g.kv_heads
         normed = torch.empty_like(hidden)
         qkv = torch.empty((tokens, first.qkv.shape[0]), dtype=hidden.dtype)
-        act = torch.empty((tokens, first.down.shape[1]), dtype=hidden.dtype)
+        act = torch.empty((min(tokens, lib.max_tokens), first.down.shape[1]), dtype=hidden.dtype)
         q, k, v = self._split(qkv)
+        parts = [slice(at, min(at + lib.max_tokens, tokens)) for at in range(0, tokens, lib.max_tokens)]
+        before = [(hidden[p], cos[p], sin[p], normed[p], qkv[p]) for p in parts]
         for index, layer in enumerate(self.layers):
-            lib.llama_before(hidden, layer.norm_in, self.eps, layer.qkv, cos, sin, g.heads + g.kv_heads, normed, qkv)
+            for x, c, s, n, out in before:
+                lib.llama_before(x, layer.norm_in, self.eps, layer.qkv, c, s, rotated, n, out)
             if attend.wants_input:
                 attend.attention_input(index, normed)
             attended = attend(index, q, k, v)
-            lib.llama_after(
-                hidden, attended, layer.out, layer.norm_mlp, self.eps, layer.gate_up, layer.down, normed, act
-            )
-
-    def _many(
-        self, lib: kernels.Library, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
-    ) -> torch.Tensor:
-        """Torch's products, our kernels between them."""
-        g = self.geometry
-        for index, layer in enumerate(self.layers):
-            normed = lib.norm(hidden, layer.norm_in, self.eps)
-            if attend.wants_input:
-                attend.attention_input(index, normed)
-            qkv = F.linear(normed, layer.qkv)
-            lib.rotate(qkv, cos, sin, g.heads + g.kv_heads)
-            attended = attend(index, *self._split(qkv))
-            hidden += F.linear(attended.view(len(hidden), -1), layer.out)
-            normed = lib.norm(hidden, layer.norm_mlp, self.eps)
-            hidden += F.linear(lib.gate(F.linear(normed, layer.gate_up)), layer.down)
-        return hidden
+            for (x, _, _, n, _), p in zip(before, parts, strict=True):
+                lib.llama_after(x, attended[p], layer.out, layer.norm_mlp, self.eps, layer.gate_up, layer.down, n, act)
 
     def _plain(self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend) -> torch.Tensor:
         cos, sin = cos[:, None], sin[:, None]

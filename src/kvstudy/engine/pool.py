@@ -226,7 +226,7 @@ class BlockTable:
         """`slots` in every layer, int64 [layers, stop - start]."""
         entry = np.arange(start, stop)
         size = self.pool.block_size
-        return self.blocks[:, entry // size].astype(np.int64) * size + entry % size
+        return np.take(self.blocks, entry // size, axis=1).astype(np.int64) * size + entry % size
 
     def release(self) -> None:
         """Give everything back. The table is empty afterwards."""

@@ -15,17 +15,18 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
     A forced token is taken whatever the logits. Appends to `request.logprobs` and `request.logits` what was asked
     for. Greedy ties go to the lower id.
     """
+    logits = logits.float()  # torch's argmax is four times slower in bfloat16
     tokens: list[int] = logits.argmax(-1).tolist()
     for row, request in enumerate(requests):
         params = request.params
         if params.forced_tokens is not None:
             tokens[row] = params.forced_tokens[len(request.output)]
         elif params.temperature > 0:
-            tokens[row] = _draw(logits[row].float(), request)
+            tokens[row] = _draw(logits[row], request)
         if params.return_logits:
-            request.logits.append(logits[row].float().cpu())
+            request.logits.append(logits[row].cpu().clone())
         if params.logprobs is not None:
-            request.logprobs.append(_logprobs(logits[row].float(), tokens[row], params.logprobs))
+            request.logprobs.append(_logprobs(logits[row], tokens[row], params.logprobs))
     return tokens
 
 

@@ -20,6 +20,7 @@ template's tokens, the passage goes as text, and the length it has when tokenise
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import math
@@ -143,9 +144,9 @@ def prepare(cell: Cell, model_dir: Path, layout: Layout) -> Path:
     folder = layout.workload(workload_id(cell, tokenizer_sha, text.sha256))
     if folder.exists():
         return folder
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
     count = requests_needed(cell.load, cell.seed)
-    source = Passages(tokenizer, text)
+    source = _passages(tokenizer_file, tokenizer_sha, text)
+    source.recombined = 0
     chat = _ChatTemplate(model_dir) if cell.workload.api == "chat" else None
     drawn = draw(cell, source, count, chat)
     warm = draw(cell, source, WARMUPS, chat, warmup=True)
@@ -172,6 +173,13 @@ def prepare(cell: Cell, model_dir: Path, layout: Layout) -> Path:
         if not folder.exists():
             raise
     return folder
+
+
+@functools.lru_cache(maxsize=2)
+def _passages(tokenizer_file: Path, tokenizer_sha: str, text: Text) -> Passages:
+    """The text in tokens, kept: the cells of a visit differ in seed and load, hardly ever in text."""
+    del tokenizer_sha  # only part of the key: the file may have been made anew
+    return Passages(Tokenizer.from_file(str(tokenizer_file)), text)
 
 
 def load_requests(folder: Path, *, warmup: bool = False) -> Drawn:

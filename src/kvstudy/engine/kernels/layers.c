@@ -1,12 +1,12 @@
-// The rest of a Llama layer on a CPU, in bf16, for few tokens: two calls a layer instead of thirty library operations, and
-// matrix products that read the weights once at the memory's speed. Rounds where the library rounds (after each of its
+// A Llama layer but for its attention, on a CPU in bf16: two calls a layer instead of thirty library operations, and matrix
+// products that for few tokens read the weights at the memory's speed. Rounds where the library rounds (after each of its
 // operations), so that the results agree to the order of summation. `fused.py` says when this is used.
 //
 // A product y = x W^T has x [m][k] and W [n][k], both rows contiguous: a dot product along k for each output, 16 of them
 // at once in registers (4 rows of x by 4 of W, or 1 by 16), so that W needs no packing.
 #include "simd.h"
 
-enum { COLUMNS = 16, MAX_TOKENS = 64 };
+enum { COLUMNS = 16, MAX_TOKENS = 256 };
 
 int layers_available(void) {
 #ifdef HAVE_BF16_SIMD
@@ -16,6 +16,7 @@ int layers_available(void) {
 #endif
 }
 
+#ifdef HAVE_BF16_SIMD
 INLINE float rounded(float f) { return f32_of_bf16(bf16_of_f32(f)); }
 
 static void rms_norm(const bf16 *x, const bf16 *w, bf16 *out, int n, float eps) {
@@ -47,33 +48,6 @@ static void silu_times(const float *gate, const float *up, bf16 *out, int n) {
         }
     }
 }
-
-// -- element by element over many tokens --------------------------------------------------------------------------------
-
-void norm_rows(const bf16 *x, const bf16 *w, bf16 *out, int64_t rows, int n, float eps, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows > 8)
-    for (int64_t r = 0; r < rows; r++) rms_norm(x + r * n, w, out + r * n, n, eps);
-}
-
-void rotate_rows(bf16 *x, int64_t x_row, const bf16 *cosine, const bf16 *sine, int64_t rows, int heads, int dim, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows > 8)
-    for (int64_t r = 0; r < rows; r++)
-        for (int h = 0; h < heads; h++) rotate(x + r * x_row + h * dim, cosine + r * dim, sine + r * dim, dim);
-}
-
-void gate_rows(const bf16 *gate_up, bf16 *out, int64_t rows, int n, int threads) {
-#pragma omp parallel for num_threads(threads) if (rows > 8)
-    for (int64_t r = 0; r < rows; r++)
-        for (int i = 0; i < n; i += COLUMNS) {
-            float gate[COLUMNS], up[COLUMNS];
-            for (int j = 0; j < COLUMNS; j++) gate[j] = f32_of_bf16(gate_up[r * 2 * n + i + j]);
-            for (int j = 0; j < COLUMNS; j++) up[j] = f32_of_bf16(gate_up[r * 2 * n + n + i + j]);
-            silu_times(gate, up, out + r * n + i, COLUMNS);
-        }
-}
-
-#ifdef HAVE_BF16_SIMD
-// -- matrix products ----------------------------------------------------------------------------------------------------
 
 // y[i][j] = x[i] . w[j] for MT x NT = 16 outputs; asks for the weights `ahead` elements further.
 INLINE void sixteen(const bf16 *x, int64_t x_row, const bf16 *w, int k, int64_t ahead, float *y, const int MT, const int NT) {

@@ -54,7 +54,7 @@ class Full(Policy):
         slots = tables[:, np.arange(len(rows)), new // size].astype(np.int64) * size + new % size
         lengths = np.array([request.kv.table.lengths[0] for request in rows.requests], dtype=np.int32)
         self.tables = torch.from_numpy(tables).to(device)
-        self.slots = torch.from_numpy(slots).to(device)
+        self.slots = torch.from_numpy(np.ascontiguousarray(slots)).to(device)
         self.lengths = torch.from_numpy(lengths).to(device)
 
     def place(self, request: Request) -> int:

@@ -35,6 +35,7 @@ from kvstudy.engine.policies import infinigen_rules as rules
 from kvstudy.engine.policies import register
 from kvstudy.engine.policies.base import Chunk, Context, Policy, Reservation, Rows
 from kvstudy.engine.policies.base import Options as BaseOptions
+from kvstudy.engine.policies.infinigen_kernel import SUFFIXES, kernel
 from kvstudy.engine.pool import BlockTable, stack_tables
 from kvstudy.engine.request import Request
 from kvstudy.engine.skew import load_skew
@@ -83,7 +84,7 @@ class State:
     turn: torch.Tensor
     """[S, kv_heads, head_dim, d']: the chosen columns of the skew."""
     partial: torch.Tensor
-    """[S, kv_heads, m, d']: the partial keys."""
+    """[S, kv_heads, d', m]: the partial keys, a line a column."""
     positions: torch.Tensor
     """int32 [S, kv_heads, m] (m = 0 unless the pool is limited): whose token lies in each entry."""
     history: torch.Tensor
@@ -159,9 +160,9 @@ class Staging:
         Returns which buffer, to be given to `wait`, and the buffer.
         """
         pool = self.context.host_pool.kv.view(-1, self.context.geometry.head_dim)
-        self.turn ^= 1
-        into = self.buffers[self.turn][: vectors.numel()]
-        self.due[self.turn] = self.context.link.start(nbytes, "h2d")
+        rows, _, _, places = vectors.shape
+        turn, staged = self.next(rows, places, nbytes)
+        into = staged.view(-1, staged.shape[-1])
         if self.stream is None:
             torch.index_select(pool, 0, vectors.flatten(), out=into)
         else:
@@ -175,7 +176,15 @@ class Staging:
             with torch.cuda.stream(self.stream):
                 into.copy_(pinned, non_blocking=True)
                 self.copied[self.turn].record(self.stream)
-        return self.turn, into.view(*vectors.shape, -1)
+        return turn, staged
+
+    def next(self, rows: int, places: int, nbytes: int) -> tuple[int, torch.Tensor]:
+        """Begin a move of `nbytes`: the buffer whose turn it is, by number and as [rows, 2, kv_heads, places, d]."""
+        g = self.context.geometry
+        self.turn ^= 1
+        self.due[self.turn] = self.context.link.start(nbytes, "h2d")
+        vectors = rows * 2 * g.kv_heads * places
+        return self.turn, self.buffers[self.turn][:vectors].view(rows, 2, g.kv_heads, places, g.head_dim)
 
     def wait(self, buffer: int) -> None:
         """What was fetched into `buffer` is there, as far as the device (or the paced link) is concerned."""
@@ -206,6 +215,8 @@ class InfiniGen(Policy):
             skew = load_skew(options.skew, context.model_dir, g.layers, g.kv_heads, g.head_dim)
             self.skew = skew[WHOLE_LAYERS:].to(g.device, g.dtype)
         self.staging = Staging(context)
+        usable = g.device.type == "cpu" and g.dtype in SUFFIXES and attention.kernels_enabled()
+        self.kernel = kernel() if usable else None
         self.staging_aux = 0
         self.open_requests: dict[int, Request] = {}
         self.batch: _Batch | None = None
@@ -275,7 +286,7 @@ class InfiniGen(Policy):
             magnitudes=torch.zeros((*shape, g.head_dim), device=g.device),
             columns=torch.zeros((*shape, width), device=g.device, dtype=torch.int64),
             turn=torch.empty((*shape, g.head_dim, width), dtype=g.dtype, device=g.device),
-            partial=torch.empty((*shape, entries, width), dtype=g.dtype, device=g.device),
+            partial=torch.empty((*shape, width, entries), dtype=g.dtype, device=g.device),
             positions=torch.zeros((*shape, limited), device=g.device, dtype=torch.int32),
             history=torch.zeros((*shape, limited), device=g.device, dtype=torch.int32),
             most=self.most_fetched(prompt, total),
@@ -340,7 +351,10 @@ class InfiniGen(Policy):
             self._fit_staging(rows.requests)
         self.held = np.array([state.held for state in states])
         tables = stack_tables([state.far for state in states])
-        self.far_tables = torch.from_numpy(tables).to(device).long()
+        self.far_tables = torch.from_numpy(tables).to(device)
+        self.room = np.array([state.partial.shape[3] for state in states])
+        self.partial_at = np.array([state.partial.data_ptr() for state in states])
+        self.partial_step = np.array([state.partial.stride(0) * g.dtype.itemsize for state in states])
         count = len(rows)
         self.caps = torch.tensor(
             [min(self.most_fetched(r.prompt_tokens, r.computed + 1), r.kv.held) for r in rows.requests],
@@ -409,9 +423,9 @@ class InfiniGen(Policy):
         columns = leader.columns[at] if leader is not state else rules.columns(state.magnitudes[at], self.options.ratio)
         state.columns[at] = columns
         state.turn[at] = self.skew[at].gather(2, columns[:, None].expand(-1, self.geometry.head_dim, -1))
-        prompt, most = keys.shape[1], state.partial.shape[2]
+        prompt, most = keys.shape[1], state.partial.shape[3]
         kept = min(prompt, most)
-        torch.matmul(keys[:, prompt - kept :], state.turn[at], out=state.partial[at, :, :kept])
+        state.partial[at, :, :, :kept] = (keys[:, prompt - kept :] @ state.turn[at]).mT
         if self.limited:
             # No entry has been fetched yet: every pool rule lets the oldest go.
             state.positions[at, :, :kept] = torch.arange(prompt - kept, prompt, device=keys.device, dtype=torch.int32)
@@ -435,10 +449,14 @@ class InfiniGen(Policy):
         g = self.geometry
         q = self.context.rotate(self.context.project_q(layer + 1, hidden), rows.positions)
         partial_q = q.view(len(rows), g.kv_heads, g.group, g.head_dim) @ self.batch.turn[at] * g.scale
-        for row, request in enumerate(rows.requests):
-            state: State = request.kv
-            guess = partial_q[row] @ state.partial[at, :, : state.held].mT
-            self.scores[row, :, : state.held] = rules.group_max(guess.flatten(0, 1), g.kv_heads)
+        if self.kernel is not None:
+            addresses = self.partial_at + at * self.partial_step
+            self.kernel.scores(partial_q.float(), addresses, self.held, self.room, g.dtype, self.scores)
+        else:
+            for row, request in enumerate(rows.requests):
+                state: State = request.kv
+                guess = partial_q[row] @ state.partial[at, :, :, : state.held]
+                self.scores[row, :, : state.held] = rules.group_max(guess.flatten(0, 1), g.kv_heads)
         counts = rules.qualifying(self.scores, self.options.alpha)
         if self.options.rule == "speed":
             numbers = torch.minimum(rules.fetch_number(counts, int(self.caps.max()), over=2), self.caps)
@@ -448,29 +466,43 @@ class InfiniGen(Policy):
         self.fetched[layer + 1] = (numbers, *self._fetch(layer + 1, rows, numbers.cpu().numpy()))
 
     def _fetch(self, layer: int, rows: Rows, numbers: np.ndarray) -> tuple[int, torch.Tensor]:
-        g, host, at = self.geometry, self.context.host_pool, layer - WHOLE_LAYERS
-        widest = int(numbers.max())
-        # One place more than is fetched, for the new token; unused places of a row with fewer repeat its entry 0.
-        entries = torch.zeros((len(rows), g.kv_heads, widest + 1), dtype=torch.int64, device=g.device)
-        if (numbers == widest).all() and (self.held == self.held[0]).all():
-            entries[:, :, :widest] = rules.top_entries(self.scores, widest, ranked=False)
+        host, at = self.context.host_pool, layer - WHOLE_LAYERS
+        # One place more than is fetched, for the new token.
+        places = int(numbers.max()) + 1
+        nbytes = int(numbers.sum()) * host.entry_bytes
+        if self.kernel is not None:
+            buffer, staged = self.staging.next(len(rows), places, nbytes)
+            entries = self.kernel.fetch(self.scores, self.held, numbers, self.far_tables[at], host.kv, staged)
         else:
-            for row, number in enumerate(numbers.tolist()):
-                own = self.scores[row, :, : self.held[row]]
-                entries[row, :, :number] = rules.top_entries(own, number, ranked=False)
-        size = host.block_size
-        flat = entries.view(len(rows), -1)
-        blocks = self.far_tables[at].gather(1, flat // size)
-        # Row of the pool seen as [blocks * 2 * kv_heads * block_size, head_dim].
-        keys = blocks.mul_(2 * g.kv_heads * size).add_(flat % size).view(entries.shape).add_(self.head_index * size)
-        vectors = torch.stack((keys, keys + g.kv_heads * size), dim=1)
+            entries = self._best(numbers, places)
+            buffer, staged = self.staging.fetch(self._vectors(at, entries), nbytes)
         self.attended[:, layer] = numbers + 1
         if self.limited:
             self._remember(at, rows, numbers, entries)
         if self.watch is not None:
             chosen = [entries[row, :, :number] for row, number in enumerate(numbers.tolist())]
             self.watch(Fetched(layer, rows, self.scores, numbers, chosen))
-        return self.staging.fetch(vectors, int(numbers.sum()) * host.entry_bytes)
+        return buffer, staged
+
+    def _best(self, numbers: np.ndarray, places: int) -> torch.Tensor:
+        """Each row's and head's best entries, int64 [rows, kv_heads, places]; unused places repeat entry 0."""
+        g = self.geometry
+        entries = torch.zeros((len(numbers), g.kv_heads, places), dtype=torch.int64, device=g.device)
+        if (numbers == places - 1).all() and (self.held == self.held[0]).all():
+            entries[:, :, :-1] = rules.top_entries(self.scores, places - 1, ranked=False)
+            return entries
+        for row, number in enumerate(numbers.tolist()):
+            own = self.scores[row, :, : self.held[row]]
+            entries[row, :, :number] = rules.top_entries(own, number, ranked=False)
+        return entries
+
+    def _vectors(self, at: int, entries: torch.Tensor) -> torch.Tensor:
+        """Which vectors of the host pool, seen as [..., head_dim], entries are: [rows, 2, kv_heads, places]."""
+        heads, size = self.geometry.kv_heads, self.context.host_pool.block_size
+        flat = entries.view(len(entries), -1)
+        blocks = self.far_tables[at].long().gather(1, flat // size)
+        keys = blocks.mul_(2 * heads * size).add_(flat % size).view(entries.shape).add_(self.head_index * size)
+        return torch.stack((keys, keys + heads * size), dim=1)
 
     def _remember(self, at: int, rows: Rows, numbers: np.ndarray, entries: torch.Tensor) -> None:
         """Note what was fetched in the history that a limited pool's rule looks at."""
@@ -518,17 +550,18 @@ class InfiniGen(Policy):
         entries = torch.empty((self.sparse, len(rows), g.kv_heads), dtype=torch.int64, device=g.device)
         for row, request in enumerate(rows.requests):
             state: State = request.kv
-            if state.held < state.partial.shape[2]:
+            if state.held < state.partial.shape[3]:
                 entries[:, row] = state.held
+                state.partial[:, :, :, state.held] = partial[:, row]
                 state.held += 1
                 state.far.resize_all(state.held)
             else:
-                entries[:, row] = rules.pool_victim(
-                    self.options.pool_rule, state.history, state.positions, request.computed
-                )
-            at = entries[:, row, :, None]
-            state.partial.scatter_(2, at[..., None].expand(-1, -1, -1, self.width), partial[:, row, :, None])
+                leaving = rules.pool_victim(self.options.pool_rule, state.history, state.positions, request.computed)
+                entries[:, row] = leaving
+                into = leaving[:, :, None, None].expand(-1, -1, self.width, -1)
+                state.partial.scatter_(3, into, partial[:, row, :, :, None])
             if self.limited:
+                at = entries[:, row, :, None]
                 state.positions.scatter_(2, at, request.computed)
                 state.history.scatter_(2, at, 0)
         size = host.block_size
