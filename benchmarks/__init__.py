@@ -1,0 +1,1 @@
+"""Commands that measure what a claim of speed rests on; each answers `--json` with one object."""

@@ -19,7 +19,7 @@ class Budget(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    share: float = Field(1.0, gt=0)
+    share: float = Field(default=1.0, gt=0)
     of: Literal["prompt", "current", "tokens"] = "prompt"
 
     @property

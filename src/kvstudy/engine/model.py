@@ -109,11 +109,11 @@ class Model:
         (and their float32 copy) of the sampled ones, and one layer's K and V of the longest prompt, gathered.
         """
         g, c = self.geometry, self.config
-        mlp = getattr(c, "intermediate_size", None) or getattr(c, "ffn_dim", 4 * g.hidden_size)
+        mlp = int(getattr(c, "intermediate_size", None) or getattr(c, "ffn_dim", None) or 4 * g.hidden_size)
         per_token = 3 * g.hidden_size + 2 * (g.heads + g.kv_heads) * g.head_dim + 2 * mlp
         gathered = 2 * longest * g.kv_heads * g.head_dim
         logits = sampled * c.vocab_size
-        return (tokens * per_token + gathered + logits) * self.dtype.itemsize + 4 * logits
+        return int((tokens * per_token + gathered + logits) * self.dtype.itemsize + 4 * logits)
 
     @torch.inference_mode()
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, keep: torch.Tensor) -> torch.Tensor:
@@ -132,7 +132,8 @@ class Model:
             return x
         cos, sin = (t[0][:, None] for t in rotary(x, position_ids=positions[None]))
         half = x.shape[-1] // 2
-        return x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
+        turned: torch.Tensor = x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
+        return turned
 
     def project_q(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
         """A layer's queries from an attention input `[T, hidden]`: with bias and the model's scaling, not rotated."""

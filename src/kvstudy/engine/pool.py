@@ -220,7 +220,8 @@ class BlockTable:
         """Slots of entries start..stop-1 of a layer, int64 [stop - start]."""
         entry = np.arange(start, stop)
         size = self.pool.block_size
-        return self.blocks[layer, entry // size].astype(np.int64) * size + entry % size
+        found: np.ndarray = self.blocks[layer, entry // size].astype(np.int64) * size + entry % size
+        return found
 
     def slots_all(self, start: int, stop: int) -> np.ndarray:
         """`slots` in every layer, int64 [layers, stop - start]."""

@@ -74,9 +74,9 @@ class Scheduler:
         for request in self.running:
             if request.in_prefill and left:
                 left -= self._chunk(plan, request, left)
-        while left and (request := self._admit()) is not None:
-            plan.admitted.append(request)
-            left -= self._chunk(plan, request, left)
+        while left and (admitted := self._admit()) is not None:
+            plan.admitted.append(admitted)
+            left -= self._chunk(plan, admitted, left)
         return plan
 
     def _static(self) -> Plan:

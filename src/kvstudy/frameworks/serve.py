@@ -42,7 +42,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def stop(signum: int, _: object) -> None:
         raise KeyboardInterrupt(signal.Signals(signum).name)
 
-    signal.signal(signal.SIGTERM, stop)
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: shells start background jobs with it ignored
+        signal.signal(number, stop)
     try:
         deployment = Visit.model_validate_json(options.visit.read_text(encoding="utf-8")).deployment
         layout = Layout(options.results)

@@ -14,7 +14,6 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
 
-
 #: Fields that cannot change a measured number.
 NOT_IDENTITY = frozenset({"title", "bring_up_s"})
 
@@ -451,8 +450,8 @@ class H2O(_Native):
 class InfiniGen(_Native):
     """The cache on the host tier, what a step needs fetched ahead by speculation (InfiniGen, arXiv 2406.19707).
 
-    `alpha` is in logits, `partial_ratio` the share of a head's columns that speculation reads, `pool_capacity` the share
-    of entries that the host pool holds. The budget caps what is fetched. See docs/fidelity.md.
+    `alpha` is in logits, `partial_ratio` the share of a head's columns that speculation reads, `pool_capacity` the
+    share of entries that the host pool holds. The budget caps what is fetched. See docs/fidelity.md.
     """
 
     name: Literal["infinigen"] = "infinigen"

@@ -879,7 +879,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def interrupted(signum: int, _: object) -> None:
         raise KeyboardInterrupt(signal.Signals(signum).name)
 
-    signal.signal(signal.SIGTERM, interrupted)
+    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: shells start background jobs with it ignored
+        signal.signal(number, interrupted)
     try:
         visit = Visit.model_validate_json(options.visit.read_text(encoding="utf-8"))
         if options.cell is not None:

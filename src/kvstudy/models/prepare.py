@@ -295,8 +295,10 @@ def _packaged_gguf(package: str, version: str | None, pattern: str) -> tuple[Pat
     from wherever it is configured to look.
     """
     spec = importlib.util.find_spec(package.replace("-", "_"))
-    if spec is None or not spec.submodule_search_locations or importlib.metadata.version(package) != (
-        version or importlib.metadata.version(package)
+    if (
+        spec is None
+        or not spec.submodule_search_locations
+        or importlib.metadata.version(package) != (version or importlib.metadata.version(package))
     ):
         return _fetched_gguf(package, version, pattern)
     files = sorted(Path(spec.submodule_search_locations[0]).glob(pattern))

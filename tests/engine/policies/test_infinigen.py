@@ -16,7 +16,7 @@ from slow import SlowInfiniGen, random_llama
 from kvstudy.engine import attention
 from kvstudy.engine.config import Budget
 from kvstudy.engine.fidelity.plain import PlainModel
-from kvstudy.engine.fidelity.served import Fetches, engine_for, forced
+from kvstudy.engine.fidelity.served import Fetches, engine_for, forced, model_folder
 from kvstudy.engine.link import Link
 from kvstudy.engine.policies import WrongOptions, infinigen_rules
 from kvstudy.engine.policies.infinigen import WHOLE_LAYERS, Fetched, InfiniGen
@@ -116,6 +116,15 @@ def test_everything_within_alpha_and_no_cap_is_the_full_cache(llama: Path) -> No
     for a, b in zip(mine, full, strict=True):
         assert a.output == b.output
         assert torch.allclose(torch.stack(a.logits), torch.stack(b.logits), atol=1e-4)
+
+
+def test_alpha_is_the_authors_for_the_family(llama: Path) -> None:
+    opt = Path(__file__).parents[2] / "fidelity" / "data" / "infinigen_opt"
+    knobs, budget = {"skew": "none"}, Budget(share=0.5)
+    with model_folder(opt) as folder:
+        assert engine_for(folder, "infinigen", knobs, 8, budget=budget).policies["infinigen"].alpha == 4
+    assert engine_for(llama, "infinigen", knobs, 8, budget=budget).policies["infinigen"].alpha == 5
+    assert engine_for(llama, "infinigen", knobs | {"alpha": 0}, 8, budget=budget).policies["infinigen"].alpha == 0
 
 
 def test_knobs_are_checked(llama: Path) -> None:

@@ -304,7 +304,7 @@ class Fetches:
     def __init__(self, engine: Engine) -> None:
         policy = engine.policies["infinigen"]
         assert isinstance(policy, InfiniGen)
-        self.alpha = policy.options.alpha
+        self.alpha = policy.alpha
         self.seen: dict[tuple[int, int, int], tuple[Tensor, Tensor]] = {}
         """(request id, step, layer) -> the chosen [heads, m], each head's margin [heads]."""
         policy.watch = self.watch

@@ -53,8 +53,8 @@ class InfiniGenOptions(BaseOptions):
     rule: Literal["request", "speed", "paper"] = "request"
     skew: Path | Literal["none"] | None = None
     """What `python -m kvstudy.engine.skew` wrote for this model; "none" does without skewing (the paper's ablation)."""
-    alpha: float = Field(4.0, ge=0)
-    """In logits; the authors use 4 for OPT, 5 for Llama-2."""
+    alpha: float | None = Field(None, ge=0)
+    """In logits; None takes the authors' values: 4 for OPT, 5 (Llama-2) for models with RoPE."""
     partial_ratio: float | None = Field(None, gt=0, le=1)
     """Share of a head's columns; None takes 0.2 (the authors' scripts), and 0.3 with rule `paper`."""
     max_num_kv: int | None = Field(None, ge=1)
@@ -211,6 +211,7 @@ class InfiniGen(Policy):
         self.sparse = 0 if self.off else g.layers - WHOLE_LAYERS
         self.width = max(1, int(g.head_dim * options.ratio))
         self.limited = options.pool_capacity < 1 and not self.off
+        self.alpha = options.alpha if options.alpha is not None else 5.0 if self._has_rope() else 4.0
         if not self.off:
             skew = load_skew(options.skew, context.model_dir, g.layers, g.kv_heads, g.head_dim)
             self.skew = skew[WHOLE_LAYERS:].to(g.device, g.dtype)
@@ -225,6 +226,11 @@ class InfiniGen(Policy):
         head_dim])."""
         self.watch: Callable[[Fetched], None] | None = None
         """None, or a test's: sees what each layer fetches."""
+
+    def _has_rope(self) -> bool:
+        g = self.geometry
+        one = torch.ones(1, 1, g.head_dim, dtype=g.dtype, device=g.device)
+        return not torch.equal(one, self.context.rotate(one, torch.ones(1, dtype=torch.int64, device=g.device)))
 
     # -- sizes -----------------------------------------------------------------------------------------------------
 
@@ -457,7 +463,7 @@ class InfiniGen(Policy):
                 state: State = request.kv
                 guess = partial_q[row] @ state.partial[at, :, :, : state.held]
                 self.scores[row, :, : state.held] = rules.group_max(guess.flatten(0, 1), g.kv_heads)
-        counts = rules.qualifying(self.scores, self.options.alpha)
+        counts = rules.qualifying(self.scores, self.alpha)
         if self.options.rule == "speed":
             numbers = torch.minimum(rules.fetch_number(counts, int(self.caps.max()), over=2), self.caps)
         else:
