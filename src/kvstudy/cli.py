@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvstudy.grid.compose import ConfigError
-from kvstudy.grid.plan import Plan, model_id, plan_study, project_root
+from kvstudy.grid.plan import Plan, make_plan, model_id, plan_study, project_root, write_plan
 from kvstudy.grid.schema import Deployment
 from kvstudy.grid.store import Layout, is_whole
 
@@ -93,7 +93,7 @@ def prepare(argv: list[str]) -> int | None:
     return 0
 
 
-def _ensure_ready(plan: Plan, deployment: Deployment, results: Path) -> list[str]:
+def _ensure_ready(deployment: Deployment, results: Path) -> list[str]:
     """Prepare the model and the environment of a deployment; the extra arguments its visit needs."""
     from kvstudy.frameworks import environments
 
@@ -136,16 +136,38 @@ def measure(argv: list[str]) -> int | None:
     for visit in plan.visits:
         if layout.marker(plan.name, visit.id).is_file():
             continue
-        _ensure_ready(plan, visit.deployment, options.results)
+        freeze = _ensure_ready(visit.deployment, options.results)
         code = visit_main(
             [
                 *("--visit", str(layout.visit(plan.name, visit.id))),
                 *("--results", str(options.results)),
-                *("--marker", str(layout.marker(plan.name, visit.id))),
+                *("--marker", str(layout.marker(plan.name, visit.id)), *freeze),
             ]
         )
         worst = max(worst, code or 0)
     return worst
+
+
+def serve(argv: list[str]) -> int | None:
+    """Bring one deployment up in the foreground: --visit FILE, or overrides that leave one."""
+    serve_main = _stage("kvstudy.frameworks.serve")
+    if any(arg == "--visit" or arg.startswith(("--visit=", "--help", "-h")) for arg in argv):
+        return serve_main(argv)
+    parser = _study_parser("serve", "Bring one deployment up and leave it running until Ctrl-C.")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", default="8000")
+    options = parser.parse_args(argv)
+    plan = make_plan(project_root() / "conf", [*options.overrides, "study.name=serve"])
+    write_plan(plan, options.results)
+    deployments = {visit.deployment.id: visit for visit in plan.visits}
+    if len(deployments) > 1:
+        names = ", ".join(sorted(visit.deployment.slug for visit in deployments.values()))
+        raise ConfigError(f"one deployment at a time, these overrides leave {len(deployments)}: {names}")
+    (visit,) = deployments.values()
+    freeze = _ensure_ready(visit.deployment, options.results)
+    path = Layout(options.results).visit(plan.name, visit.id)
+    where = ["--host", options.host, "--port", options.port]
+    return serve_main(["--visit", str(path), "--results", str(options.results), *freeze, *where])
 
 
 def _with_study(module: str, command: str, out: Callable[[Layout, str], Path]) -> Main:
@@ -229,7 +251,7 @@ COMMANDS: dict[str, tuple[Main, str]] = {
     "prepare": (prepare, "make a model's local folder"),
     "skew": (_stage("kvstudy.engine.skew"), "make InfiniGen's skewing matrices of a model"),
     "environment": (_stage("kvstudy.frameworks.environments"), "build a framework's environment"),
-    "serve": (_stage("kvstudy.frameworks.serve"), "bring one deployment up and leave it running"),
+    "serve": (serve, "bring one deployment up and leave it running"),
     "measure": (measure, "measure what is missing"),
     "analyse": (
         _with_study("kvstudy.analysis.run", "analyse", lambda lay, name: lay.study(name) / "cells.parquet"),

@@ -111,7 +111,8 @@ def test_every_shipped_study_composes_fast_and_slow_alike(conf: Path) -> None:
 def test_every_option_is_valid(conf: Path, group: str) -> None:
     base = {"framework": "full", "model": "tiny-llama", "load": "poisson"}
     for option in options(conf, group):
-        overrides = [f"{key}={value}" for key, value in (base | {group: option}).items()]
+        needs = {"load": "trace"} if (group, option) == ("workload", "trace") else {}
+        overrides = [f"{key}={value}" for key, value in (base | {group: option} | needs).items()]
         study = read_study(conf, ["study=tiny", *overrides])
         cells = [to_cell(config, {}) for config in combinations(study)]
         assert cells, option

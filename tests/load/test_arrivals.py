@@ -141,3 +141,10 @@ def test_a_wrong_trace_is_one_clear_line(tmp_path: Path) -> None:
         read_trace(TraceLoad(duration_s=1, path=str(path), format="azure"))
     with pytest.raises(ArrivalError, match="sha256"):
         read_trace(TraceLoad(duration_s=1, path=str(path), format="azure", sha256="0" * 64))
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_enough_is_drawn_even_when_a_power_of_two_is_due(seed: int) -> None:
+    load = PoissonLoad(rate=2.0, duration_s=8.0)
+    needed = requests_needed(load, seed)
+    assert len(schedule(load, unit_arrivals(load, seed, needed))) < needed

@@ -247,9 +247,8 @@ def start(
     try:
         if cores:
             try:
-                os.sched_setaffinity(
-                    0, cores
-                )  # inherited by the child, so that it is pinned from its first instruction
+                # Inherited by the child, so that it is pinned from its first instruction.
+                os.sched_setaffinity(0, cores)
             except OSError as error:
                 raise Unavailable(
                     f"hardware.server_cores names cores {list(cores)}, of which this machine lacks some "
@@ -305,6 +304,10 @@ class ServerProcess(ABC):
         self.process: subprocess.Popen[bytes] | None = None
         self.bring_up_s = 0.0
 
+    def process_cores(self) -> Sequence[int]:
+        """Cores that its processes may run on; what computes is always bound to `hardware.server_cores`."""
+        return self.deployment.hardware.server_cores
+
     @abstractmethod
     def command(self) -> list[str]:
         """The command line."""
@@ -349,7 +352,7 @@ class ServerProcess(ABC):
             self.command(),
             env=self.environment(),
             log=self.log,
-            cores=self.deployment.hardware.server_cores,
+            cores=self.process_cores(),
             pass_fds=self.launch.pass_fds,
             cwd=self.launch.work_dir,
         )

@@ -318,4 +318,4 @@ def explain(error: ValidationError) -> str:
     shown = "" if isinstance(given, dict) else f" (given: {given!r})"
     more = f" (and {error.error_count() - 1} more)" if error.error_count() > 1 else ""
     message = first["msg"].removeprefix("Value error, ")
-    return f"{where}: {message}{shown}{more}"
+    return f"{where or 'cell'}: {message}{shown}{more}"

@@ -105,10 +105,12 @@ def _longest(length: Any) -> int:
 
 
 def _too_long(cell: Cell) -> str | None:
-    prompts = [cell.workload.prompt] if cell.workload.long_share < 1 else []
-    if cell.workload.long_share > 0 and cell.workload.long_prompt is not None:
-        prompts.append(cell.workload.long_prompt)
-    need = max(map(_longest, prompts)) + _longest(cell.workload.output)
+    work = cell.workload
+    pairs = [(work.prompt, work.output)] if work.long_share < 1 else []
+    if work.long_share > 0 and work.long_prompt is not None:
+        pairs.append((work.long_prompt, work.long_output or work.output))
+    turns = work.shared_prefix.turns if work.shared_prefix.kind == "sessions" else 1  # each repeats the ones before
+    need = max(turns * _longest(prompt) + _longest(output) for prompt, output in pairs)
     if need > cell.model.max_model_len:
         return f"prompt and output reach {need} tokens, the model takes {cell.model.max_model_len}"
     return None

@@ -120,7 +120,7 @@ def requests_needed(load: Load, seed: int) -> int:
         except ArrivalError:
             size *= 2
             continue
-        return _power_of_two(max(1, len(due)))
+        return _power_of_two(len(due) + 1)  # one more than are due shows that the load has ended
 
 
 def _power_of_two(count: int) -> int:

@@ -477,6 +477,7 @@ class Measuring:
         )
         judged.checks["window"] = found
         judged.checks["client"] = {"cpu_s": offered.client_cpu_s, "retried": result.retried}
+        judged.checks["concurrency"] = _concurrency(offered)
         judged.checks["queue.server"] = _histogram_mean(offered.before, offered.after)
         if found_capacity is not None:
             probes = [asdict(item) | {"share": item.share} for item in found_capacity.probes]
@@ -605,6 +606,20 @@ class Measuring:
             "python": sys.version.split()[0],
             "packages": fingerprint.packages(),
         }
+
+
+def _concurrency(offered: Offered) -> dict[str, float | None]:
+    """Most requests admitted at once, and preemptions, of one load.
+
+    The server's own peak where it keeps one; else the largest of the samples, which may miss a higher one between them.
+    """
+    sampled = [float(item["running"]) for item in offered.samples if item.get("running") is not None]
+    peak = offered.after.running_peak
+    before, after = offered.before.preemptions, offered.after.preemptions
+    return {
+        "running_peak": peak if peak is not None else max(sampled, default=None),
+        "preemptions": None if before is None or after is None else after - before,
+    }
 
 
 def _wait_until_idle(server: BroughtUp, bound_s: float = 30.0) -> None:
