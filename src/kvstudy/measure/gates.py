@@ -6,13 +6,13 @@ cell (several tests at 5 % would fail a sixth of all sound ones); that is tested
 
 reasons   client_bound    more than 1 % of requests (and more than one) were sent late: by over 5 ms and over 5 %
                           of the median TTFT
-          not_as_drawn    fewer requests sent than drawn, or the sent rate off by more than 1 % prompt_lengths
-          realised prompts differ from the asked ones by more than 1 % in the mean (chat: 5 %) output_lengths
-          realised outputs of successful requests differ by more than 1 % though EOS is ignored littles_law
-          requests in the server, as it reports them, do not match what the client saw prefix_hits     the
-          server answered from cached prefixes more than the workload explains config          the server does
-          not run with what it was asked for no_usage        the server does not count its tokens, so nothing
-          that needs them can be said
+          not_as_drawn    fewer requests sent than drawn, or the sent rate off by more than 1 %
+          prompt_lengths  realised prompts differ from the asked ones by more than 1 % in the mean (chat: 5 %)
+          output_lengths  realised outputs of successful requests differ by more than 1 % though EOS is ignored
+          littles_law     requests in the server, as it reports them, do not match what the client saw
+          prefix_hits     the server answered from cached prefixes more than the workload explains
+          config          the server does not run with what it was asked for
+          no_usage        the server does not count its tokens, so nothing that needs them can be said
 flags     saturated       the queue grew over the load: latencies are those of this duration, no steady state's
           not_steady      no steady state was found (MSER-5)
           failures        some requests failed

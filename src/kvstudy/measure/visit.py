@@ -46,7 +46,7 @@ from kvstudy.grid.store import Layout
 from kvstudy.load import client, workload
 from kvstudy.load.arrivals import ArrivalError, schedule
 from kvstudy.load.text import TextError
-from kvstudy.measure import capacity, fingerprint, gates, metrics
+from kvstudy.measure import capacity, fingerprint, gates, metrics, progress
 from kvstudy.measure.memory import Sampler
 
 MAX_RESTARTS = 3
@@ -275,7 +275,8 @@ class Measuring:
     ) -> bool:
         """Offer a cell's load and write its folder. Returns whether the server still lives."""
         done = len(self.outcomes.cells) + 1
-        say(f"measuring {cell.cell_slug} ({done}/{self._total})")
+        far = progress.of_study(self.visit.study, self.layout)
+        say(f"measuring {cell.cell_slug} ({done}/{self._total} of this visit)" + (f"; {far}" if far else ""))
         drawn = workload.load_requests(folder)
         extra: dict[str, Metric] = {}
         if isinstance(cell.load, KneeLoad):
