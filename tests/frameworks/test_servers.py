@@ -16,7 +16,7 @@ import psutil
 import pytest
 
 from kvstudy.engine.config import EngineConfig
-from kvstudy.frameworks import http
+from kvstudy.frameworks import base, http
 from kvstudy.frameworks.base import (
     Launch,
     Unavailable,
@@ -258,3 +258,10 @@ def test_a_lease_lasts_as_long_as_the_server_that_inherited_it(machine: Path, tm
         orphan.wait()
     with lease(0, bound_s=5):
         pass
+
+
+def test_the_callers_thread_counts_do_not_reach_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snakemake exports OMP_NUM_THREADS=<threads of the job>; on one core that made vLLM five times slower."""
+    for name in base.THREAD_COUNTS:
+        monkeypatch.setenv(name, "7")
+    assert not set(base.THREAD_COUNTS) & set(base.base_environment())

@@ -418,8 +418,20 @@ class ServerProcess(ABC):
         return http.parse_metrics(http.request(f"{self.url}/metrics", timeout=10.0))
 
 
+#: Thread counts that the caller's environment may hold. Snakemake sets all of them to a job's `threads`, which is the
+#: whole machine here: a server bound to one core would run two threads on it, each spinning while the other works.
+THREAD_COUNTS = (
+    "OMP_NUM_THREADS",
+    "GOTO_NUM_THREADS",
+    "OPENBLAS_NUM_THREADS",
+    "MKL_NUM_THREADS",
+    "VECLIB_MAXIMUM_THREADS",
+    "NUMEXPR_NUM_THREADS",
+)
+
+
 def base_environment() -> dict[str, str]:
-    """The environment a server inherits: ours, told to stay off the network and quiet."""
-    env = dict(os.environ)
+    """The environment a server inherits: ours without its thread counts, told to stay off the network and quiet."""
+    env = {name: value for name, value in os.environ.items() if name not in THREAD_COUNTS}
     env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
     return env
