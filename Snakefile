@@ -8,6 +8,9 @@
 # Each stage is one file of rules, and each rule one command of `kvstudy`, which works without snakemake too.
 
 
+report: "reports/workflow.rst"
+
+
 include: "workflow/rules/plan.smk"
 include: "workflow/rules/models.smk"
 include: "workflow/rules/environments.smk"

@@ -151,7 +151,7 @@ def measure(argv: list[str]) -> int | None:
 def serve(argv: list[str]) -> int | None:
     """Bring one deployment up in the foreground: --visit FILE, or overrides that leave one."""
     serve_main = _stage("kvstudy.frameworks.serve")
-    if any(arg == "--visit" or arg.startswith(("--visit=", "--help", "-h")) for arg in argv):
+    if any(arg == "--visit" or arg.startswith("--visit=") for arg in argv):
         return serve_main(argv)
     parser = _study_parser("serve", "Bring one deployment up and leave it running until Ctrl-C.")
     parser.add_argument("--host", default="127.0.0.1")
@@ -174,8 +174,10 @@ def _with_study(module: str, command: str, out: Callable[[Layout, str], Path]) -
     """A stage that reads the plan: called with --plan by the workflow, or with a study by a person."""
 
     def run(argv: list[str]) -> int | None:
-        if any(arg == "--plan" or arg.startswith(("--plan=", "--help")) for arg in argv):
+        if any(arg == "--plan" or arg.startswith("--plan=") for arg in argv):
             return _stage(module)(argv)
+        if "--help" in argv or "-h" in argv:
+            print(f"usage: kvstudy {command} study=NAME [KEY=VALUE ...] [--results DIR]\n\nAs the workflow calls it:\n")
         overrides = [arg for arg in argv if "=" in arg and not arg.startswith("--")]
         rest = [arg for arg in argv if arg not in overrides]
         parser = argparse.ArgumentParser(prog=f"kvstudy {command}", add_help=False)

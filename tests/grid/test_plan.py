@@ -96,13 +96,13 @@ def test_what_means_nothing_is_left_out_with_its_reason(root: Path) -> None:
 
 
 def test_more_gpus_than_there_are_is_refused(root: Path, tmp_path: Path) -> None:
-    overrides = ["study=quick", "hardware=gpu", "hardware.gpus=2", "model=llama-3.1-70b", "framework=full"]
+    overrides = ["study=quick", "hardware=gpu", "hardware.gpus=2", "model=llama-3.1-70b", "framework=vllm"]
     with pytest.raises(ConfigError, match="needs 4 GPUs"):
         make_plan(root / "conf", overrides)
     with pytest.raises(ConfigError, match="gpu=1"):
         plan_study(
             root,
-            ["study=quick", "hardware=gpu", "model=llama-3.1-70b", "framework=full"],
+            ["study=quick", "hardware=gpu", "model=llama-3.1-70b", "framework=vllm"],
             tmp_path / "results",
             gpus=1,
         )

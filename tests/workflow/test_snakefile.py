@@ -128,7 +128,7 @@ def test_bad_input_is_one_clear_line(checkout: Path, results: Path, config: list
 
 
 def test_more_gpus_than_handed_out_is_refused(checkout: Path, results: Path) -> None:
-    config = ["hardware=gpu", "model=llama-3.1-70b", "framework=full"]
+    config = ["hardware=gpu", "model=llama-3.1-70b", "framework=vllm"]
     run = snakemake(checkout, results, "--dry-run", "--resources", "gpu=2", "--config", *config)
     assert run.returncode != 0
     assert "needs 4 GPUs" in run.stderr

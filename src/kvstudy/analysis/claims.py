@@ -37,7 +37,7 @@ from kvstudy.grid.store import write_json
 
 Status = Literal["supported", "contradicted", "inconclusive", "not testable"]
 
-#: Relative margin for a quantity that has no interval.
+#: Relative margin for a quantity that is counted, not timed, and so has no interval: bytes of memory.
 MARGIN = 0.05
 GIB = 2**30
 
@@ -372,6 +372,8 @@ class Context:
                 parts = (_variance(one), _variance(two))
                 variances.append(None if parts[0] is None or parts[1] is None else parts[0] + parts[1])
                 cells += [one[3], two[3]]
+        if len(logs) < ENOUGH_SEEDS and None in variances and not _exact(metric):
+            return None  # a timed number without an interval decides nothing
         return (*_log_estimate(logs, variances), sorted(set(cells))) if logs else None
 
 
@@ -422,6 +424,11 @@ def _log_estimate(logs: Sequence[float], variances: Sequence[float | None]) -> t
     else:
         low, high = mean + np.log1p(-MARGIN), mean + np.log1p(MARGIN)
     return float(np.exp(mean)), float(np.exp(low)), float(np.exp(high))
+
+
+def _exact(metric: str) -> bool:
+    """Whether a metric is bytes that were counted."""
+    return metric.startswith(("kv_", "device_", "host_", "process_"))
 
 
 def _variance(one: Value) -> float | None:

@@ -354,7 +354,8 @@ def _text(answers: Sequence[Answer], query: Query, coverage: Sequence[Coverage])
         far = f"interpolated, nearest cell off by {100 * answer.distance:.0f} %" if answer.distance else "measured"
         out.append(f"{place:4}. {answer.line}{slo} ({far})")
         for metric, one in answer.predictions.items():
-            out.append(f"        {metric:18} {one.value:9.4g}  [{one.low:.4g}, {one.high:.4g}]")
+            interval = f"[{one.low:.4g}, {one.high:.4g}]" if one.high > one.low else "[no interval]"
+            out.append(f"        {metric:18} {one.value:9.4g}  {interval}")
         out += [f"        note: {note}" for note in answer.notes]
     known = [one for one in coverage if one.predicted]
     if known:

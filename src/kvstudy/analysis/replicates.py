@@ -81,6 +81,8 @@ def _conditions(table: pd.DataFrame) -> pd.DataFrame:
     base["state"] = np.where(base["ok"] > 0, "ok", state)
     base["failure"] = groups["_why"].first()
     base["saturated"] = groups["saturated"].any()
+    kinds = [name for name in ("count.error", "count.timeout", "count.censored") if name in work]
+    base["unanswered"] = groups[kinds].sum().sum(axis=1) if kinds else 0
     return base
 
 

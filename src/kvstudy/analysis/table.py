@@ -348,3 +348,5 @@ def read_table(path: Path) -> pd.DataFrame:
         return pd.read_parquet(path)
     except FileNotFoundError:
         raise AnalysisError(f"no table at {path}; make it with `kvstudy analyse`") from None
+    except ValueError:
+        raise AnalysisError(f"{path} is not a table of cells; name the study's cells.parquet") from None

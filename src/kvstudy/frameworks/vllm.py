@@ -87,7 +87,8 @@ class VllmServer(ServerProcess):
             *("--generation-config", "vllm"),
             "--disable-uvicorn-access-log",
         ]
-        if framework.enforce_eager:
+        eager = framework.enforce_eager
+        if deployment.hardware.device == "cpu" if eager is None else eager:
             command.append("--enforce-eager")
         if deployment.model.gpus > 1:
             command += ["--tensor-parallel-size", str(deployment.model.gpus)]

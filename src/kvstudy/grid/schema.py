@@ -367,7 +367,7 @@ class Vllm(Strict):
     title: str = Field(default="vLLM")
     implementation: Literal["released"] = "released"
     pins: dict[str, str] = {}
-    enforce_eager: bool = True
+    enforce_eager: bool | None = None  # None: eager on a CPU, where compiling takes minutes; graphs on CUDA
     prefix_caching: bool = False
     max_num_seqs: PositiveInt = 64
     max_num_batched_tokens: PositiveInt = 512

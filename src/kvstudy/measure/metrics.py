@@ -328,7 +328,10 @@ def mean_metric(values: Values, unit: str) -> Metric:
     if len(known) == 0:
         return Metric(value=None, unit=unit, n=0)
     low, high = statistics.mean_interval(known)
-    return Metric(value=float(known.mean()), unit=unit, n=len(known), low=low, high=high)
+    # Times and counts: an interval symmetric in t may reach below zero, the quantity cannot.
+    return Metric(
+        value=float(known.mean()), unit=unit, n=len(known), low=None if low is None else max(0.0, low), high=high
+    )
 
 
 def _pooled(gaps: list[Values], unit: str) -> dict[str, Metric]:

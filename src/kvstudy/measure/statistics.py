@@ -146,7 +146,8 @@ def wilson(successes: int, n: int) -> Interval:
     centre = share + z * z / (2 * n)
     half = z * math.sqrt(share * (1 - share) / n + z * z / (4 * n * n))
     scale = 1 + z * z / n
-    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
+    low = 0.0 if successes == 0 else max(0.0, (centre - half) / scale)
+    return low, 1.0 if successes == n else min(1.0, (centre + half) / scale)
 
 
 def supports(q: float, n: int) -> bool:

@@ -53,7 +53,7 @@ def payload(data: StudyData, plan: Plan, figure_dir: Path) -> dict[str, Any]:
         "limits": findings.limits(data),
         "machine": data.machine(),
         "hardware": _hardware(data),
-        "axes": _axes(table),
+        "axes": [*_axes(table), *_lengths(plan)],
         "sections": [
             {"title": title, "figures": [_figure(name, data, figure_dir) for name in names]}
             for title, names in SECTIONS
@@ -221,6 +221,36 @@ def _axes(table: Any) -> list[dict[str, str]]:
             text = words.listed(words.plain(float(v)) for v in sorted(values))
         out.append({"label": label, "value": text})
     return out
+
+
+def _lengths(plan: Plan) -> list[dict[str, str]]:
+    """What a request is, from the cells' own configuration: lengths, duration, sampling, cores."""
+    found: dict[str, list[str]] = {}
+    for cell in plan.cells:
+        work, load, machine = (cell.config[part] for part in ("workload", "load", "hardware"))
+        lines = {
+            "Prompt (tokens)": _length(work["prompt"], work.get("long_prompt"), work.get("long_share", 0.0)),
+            "Output (tokens)": _length(work["output"], work.get("long_output"), work.get("long_share", 0.0)),
+            "Sampling": ("greedy" if not work.get("temperature") else f"temperature {work['temperature']:g}")
+            + (", EOS ignored" if work.get("ignore_eos") else ""),
+            "Load lasts (s)": f"{load['duration_s']:g}",
+            "Server cores": ", ".join(map(str, machine["server_cores"])),
+            "Client cores": ", ".join(map(str, machine["client_cores"])),
+        }
+        for label, text in lines.items():
+            if text not in found.setdefault(label, []):
+                found[label].append(text)
+    return [{"label": label, "value": "; ".join(texts)} for label, texts in found.items()]
+
+
+def _length(base: Mapping[str, Any], long: Mapping[str, Any] | None, share: float) -> str:
+    def one(spec: Mapping[str, Any]) -> str:
+        if spec["kind"] == "fixed":
+            return f"{spec['tokens']}"
+        low = f"{spec['low']} to {spec['high']}" if "low" in spec else f"up to {spec['high']}"
+        return f"{low} ({spec['kind']})"
+
+    return f"{one(base)}, long ones {one(long)} with share {share:g}" if long and share else one(base)
 
 
 def _left_out(item: Mapping[str, str]) -> dict[str, str]:

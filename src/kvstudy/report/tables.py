@@ -102,6 +102,8 @@ def _verdict(row: pd.Series) -> str:
         return f"INVALID: {str(row['failure']).replace(';', ', ')}"
     bad = int(row["failed"]) + int(row["gated"])
     notes = ["saturated"] if row["saturated"] else []
+    unanswered = int(row["unanswered"])
+    notes += [f"{unanswered} not answered"] if unanswered else []
     notes += [f"{bad} of {int(row['seeds'])} seeds not usable"] if bad else []
     return ", ".join(["VALID", *notes])
 
