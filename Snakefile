@@ -23,5 +23,8 @@ include: "workflow/rules/track.smk"
 rule all:
     default_target: True
     input:
+        # Markers are named though the report needs them anyway: snakemake does not make a missing file again
+        # that stands between two that are there.
+        rules.analyse.input.visits,
         rules.report.input,
         rules.track.input,

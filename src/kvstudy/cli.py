@@ -28,6 +28,8 @@ from kvstudy.grid.plan import Plan, make_plan, model_id, plan_study, project_roo
 from kvstudy.grid.schema import Deployment
 from kvstudy.grid.store import Layout, is_whole
 
+INTERRUPTED = 130
+
 Main = Callable[[list[str]], int | None]
 
 
@@ -51,7 +53,7 @@ def grid(argv: list[str]) -> int:
     """Print a study's cells as a table, and what was left out and why."""
     parser = _study_parser("grid", "The cells of a study, and what was left out and why.")
     parser.add_argument("--json", action="store_true", help="print plan.json instead")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     plan = _plan(options)
     layout = Layout(options.results)
     if options.json:
@@ -129,7 +131,7 @@ def measure(argv: list[str]) -> int | None:
     visit_main = _stage("kvstudy.measure.visit")
     if any(arg == "--visit" or arg.startswith("--visit=") for arg in argv):
         return visit_main(argv)
-    options = _study_parser("measure", "Measure every cell of a study that is not whole.").parse_args(argv)
+    options = _study_parser("measure", "Measure every cell of a study that is not whole.").parse_intermixed_args(argv)
     plan = _plan(options)
     layout = Layout(options.results)
     worst = 0
@@ -137,6 +139,8 @@ def measure(argv: list[str]) -> int | None:
         if layout.marker(plan.name, visit.id).is_file():
             continue
         freeze = _ensure_ready(visit.deployment, options.results)
+        if worst == INTERRUPTED:
+            break
         code = visit_main(
             [
                 *("--visit", str(layout.visit(plan.name, visit.id))),
@@ -156,7 +160,7 @@ def serve(argv: list[str]) -> int | None:
     parser = _study_parser("serve", "Bring one deployment up and leave it running until Ctrl-C.")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", default="8000")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     plan = make_plan(project_root() / "conf", [*options.overrides, "study.name=serve"])
     write_plan(plan, options.results)
     deployments = {visit.deployment.id: visit for visit in plan.visits}
@@ -204,7 +208,7 @@ def report(argv: list[str]) -> int | None:
     parser = _study_parser("report", "Figures, tables and PDF of a study, from the cells that are there.")
     parser.add_argument("--html", action="store_true", help="also Snakemake's HTML report")
     parser.add_argument("--only-html", action="store_true", help="only that (figures and PDF are there)")
-    options = parser.parse_args(argv)
+    options = parser.parse_intermixed_args(argv)
     plan = _plan(options)
     layout = Layout(options.results)
     folder = layout.study(plan.name)
@@ -297,9 +301,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     except KeyboardInterrupt:
         print("kvstudy: interrupted; finished cells are kept", file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:
         return 0
+    except OSError as error:
+        print(f"kvstudy: {error.strerror or error}: {error.filename or ''}".rstrip(": "), file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

@@ -37,6 +37,8 @@ def conf(checkout: Path) -> Path:
         ("framework.enforce_eager=perhaps", "boolean"),
         ("sweep=sometimes", "'deployment' or 'cell'"),
         ("load.rate=", "number"),
+        ("study.name=../x", "study.name"),
+        ("study.name=store", "folders of results"),
         ("load.rate", "is not an override"),
     ],
 )

@@ -95,6 +95,7 @@ rule document:
 
 rule report:
     input:
+        rules.analyse.input.visits,
         rules.document.output,
         rules.figures.input,
         rules.tables.input,

@@ -19,7 +19,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import orjson
 import torch
@@ -64,6 +64,10 @@ class StreamOptions(BaseModel):
     """As vLLM has it: every chunk carries the usage so far."""
 
 
+#: Stops are searched for in every token's text: few and short ones, or the engine waits for the search.
+StopString = Annotated[str, Field(max_length=256)]
+
+
 class Body(BaseModel):
     """What both endpoints take. Fields we do not know are ignored, as OpenAI's clients expect."""
 
@@ -72,7 +76,7 @@ class Body(BaseModel):
     temperature: float = Field(1.0, ge=0, le=10)
     top_p: float = Field(1.0, gt=0, le=1)
     seed: int | None = None
-    stop: str | list[str] | None = None
+    stop: Annotated[str, Field(max_length=256)] | Annotated[list[StopString], Field(max_length=16)] | None = None
     n: Literal[1] = 1
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -355,7 +359,8 @@ def create_app(engine: Engine, runner: Runner) -> FastAPI:
                 raise bad_request("one prompt a request: prompt is a string or a list of token ids", "prompt")
             prompt = prompt[0]
         if isinstance(prompt, str):
-            prompt = tokenizer(prompt)["input_ids"]
+            # A text of megabytes takes seconds: in a thread, so that nobody else's stream waits for it.
+            prompt = (await asyncio.to_thread(tokenizer, prompt))["input_ids"]
         return await answer(http, body, prompt, False, body.logprobs)
 
     @app.post("/v1/chat/completions")

@@ -21,13 +21,17 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         params = request.params
         if params.forced_tokens is not None:
             tokens[row] = params.forced_tokens[len(request.output)]
-        elif params.temperature > 0:
+        elif params.temperature > GREEDY_BELOW:
             tokens[row] = _draw(logits[row], request)
         if params.return_logits:
             request.logits.append(logits[row].cpu().clone())
         if params.logprobs is not None:
             request.logprobs.append(_logprobs(logits[row], tokens[row], params.logprobs))
     return tokens
+
+
+#: Colder than this, the likeliest token has all the probability that float32 can hold.
+GREEDY_BELOW = 1e-5
 
 
 def _draw(logits: torch.Tensor, request: Request) -> int:
@@ -37,11 +41,11 @@ def _draw(logits: torch.Tensor, request: Request) -> int:
         request.generator = torch.Generator(logits.device)
         seed = params.seed if params.seed is not None else torch.seed()
         request.generator.manual_seed(seed % (1 << 63))
-    p = (logits / params.temperature).softmax(-1)
+    p = ((logits - logits.max()) / params.temperature).softmax(-1)
     if params.top_p < 1.0:
         ordered, index = p.sort(descending=True)
         before = ordered.cumsum(-1) - ordered
-        ordered[before >= params.top_p] = 0.0
+        ordered[1:][before[1:] >= params.top_p] = 0.0  # the likeliest token stays, however small top_p is
         return int(index[torch.multinomial(ordered, 1, generator=request.generator)])
     return int(torch.multinomial(p, 1, generator=request.generator))
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 import os
 import random
+import re
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -22,6 +23,11 @@ from kvstudy.grid.schema import Cell, Deployment, Visit, content_hash, digest
 
 #: Packages of the project's own environment that can change a number measured on a native framework.
 ENGINE_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "aiohttp", "uvicorn", "uvloop", "orjson")
+
+
+#: A study's name is a folder's.
+STUDY_NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,99}$")
+RESERVED = frozenset({"plan", "models", "workloads", "environments", "store", "tracking", "logs", "mlartifacts"})
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,11 @@ def _too_long(cell: Cell) -> str | None:
 def make_plan(conf: Path, overrides: list[str]) -> Plan:
     """Compose `conf/` under `overrides` and expand. Raises ConfigError in one line."""
     study = read_study(conf, overrides)
+    if not STUDY_NAME.match(study.name) or study.name in RESERVED:
+        raise ConfigError(
+            f"study.name '{study.name}': lower-case letters, digits, '.', '_' and '-', and not one of "
+            f"{', '.join(sorted(RESERVED))}, which are folders of results"
+        )
     pins = read_pins(conf.parent)
     cells: dict[str, Cell] = {}
     left_out: dict[str, str] = {}
