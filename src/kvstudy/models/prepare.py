@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pydantic
+import safetensors
 
 from kvstudy.grid.schema import Model, Shape, Strict
 from kvstudy.grid.store import staged, write_json
@@ -597,6 +598,9 @@ def main(argv: list[str] | None = None) -> int:
         prepare(model, arguments.out)
     except OSError as error:
         print(f"error: {error.strerror}: {error.filename}", file=sys.stderr)
+        return 2
+    except safetensors.SafetensorError as error:  # a full disk, as safetensors words it
+        print(f"error: cannot write {arguments.out}: {error}", file=sys.stderr)
         return 2
     except pydantic.ValidationError as error:
         first = error.errors()[0]
