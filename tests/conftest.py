@@ -2,9 +2,32 @@
 
 from __future__ import annotations
 
+import gc
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture(autouse=True, scope="session")
+def quick() -> Iterator[None]:
+    """For tiny models one thread is faster than two that wait for one another; what is imported is no garbage."""
+    # Tests without a model do not pay for importing torch.
+    if "torch" not in sys.modules:
+        yield
+        return
+    import torch
+    from transformers.utils import logging
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    # Each engine collects garbage when it is made.
+    gc.freeze()
+    yield
+    torch.set_num_threads(before)
+    gc.unfreeze()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, OPTConfig, OPTForCausalLM, PreTrainedTokenizerFast
-from transformers.utils import logging
 
 from kvstudy.engine.config import EngineConfig
 from kvstudy.engine.core import Engine
@@ -19,16 +18,6 @@ VOCAB = 320
 EOS = 257
 
 CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
-
-
-@pytest.fixture(autouse=True, scope="session")
-def one_thread() -> Iterator[None]:
-    """Tiny models: one thread is faster than two that wait for one another."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    logging.disable_progress_bar()
-    yield
-    torch.set_num_threads(before)
 
 
 def _save_tokenizer(folder: Path) -> None:

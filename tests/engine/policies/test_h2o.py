@@ -12,6 +12,7 @@ import torch
 from driver import Driver
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from requests_of_three import OUTPUTS, PROMPTS, ids
 from slow import SlowH2O, random_llama
 
 from kvstudy.engine.config import Budget
@@ -27,14 +28,6 @@ RULES = ("realdrop", "flexgen", "paper")
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_llama(tmp_path_factory.mktemp("gqa"))
-
-
-def ids(length: int, seed: int) -> list[int]:
-    return torch.randint(3, 61, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-PROMPTS = [ids(41, 1), ids(9, 2), ids(26, 3)]
-OUTPUTS = [ids(12, 4), ids(20, 5), ids(7, 6)]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -72,17 +65,6 @@ def test_a_request_alone_and_in_a_batch_is_the_same(llama: Path, rule: str) -> N
         alone = engine_for(llama, "h2o", options, 64, budget=Budget(share=0.3)).generate([prompt], own)[0]
         assert one.output == alone.output
         assert torch.allclose(torch.stack(one.logits), torch.stack(alone.logits), atol=1e-4)
-
-
-@pytest.mark.parametrize("rule", [*RULES, "masked"])
-def test_budget_one_is_the_full_cache(llama: Path, rule: str) -> None:
-    params = SamplingParams(max_tokens=20, ignore_eos=True, return_logits=True)
-    mine = engine_for(llama, "h2o", {"rule": rule}, 13, budget=Budget(share=1.0)).generate(PROMPTS, params)
-    full = engine_for(llama, "full", {}, 13).generate(PROMPTS, params)
-    for a, b in zip(mine, full, strict=True):
-        assert a.output == b.output
-        assert torch.equal(torch.stack(a.logits), torch.stack(b.logits))
-        assert a.attended_entries == b.attended_entries == b.full_entries
 
 
 def test_paper_with_an_equal_split_is_realdrop(llama: Path) -> None:

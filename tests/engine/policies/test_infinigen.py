@@ -11,6 +11,7 @@ import torch
 from driver import Driver, Tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from requests_of_three import OUTPUTS, PROMPTS, ids
 from slow import SlowInfiniGen, random_llama
 
 from kvstudy.engine import attention
@@ -30,14 +31,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = random_llama(tmp_path_factory.mktemp("gqa"))
     write_skew(calibrate(folder, ids(96, 0)), folder / "skew.st")
     return folder
-
-
-def ids(length: int, seed: int) -> list[int]:
-    return torch.randint(3, 61, (length,), generator=torch.Generator().manual_seed(seed)).tolist()
-
-
-PROMPTS = [ids(41, 1), ids(9, 2), ids(26, 3)]
-OUTPUTS = [ids(12, 4), ids(20, 5), ids(7, 6)]
 
 
 def options(folder: Path, **more: object) -> dict[str, object]:
@@ -93,18 +86,6 @@ def test_speed_couples_the_requests_of_a_batch(llama: Path) -> None:
     forced(engine, PROMPTS, OUTPUTS)
     for numbers, held in seen:
         assert numbers == [min(max(numbers), most) for most in held]
-
-
-@pytest.mark.parametrize("rule", ["request", "speed", "paper"])
-def test_budget_one_is_the_full_cache(llama: Path, rule: str) -> None:
-    params = SamplingParams(max_tokens=20, ignore_eos=True, return_logits=True)
-    # Switched off it needs no skew.
-    mine = engine_for(llama, "infinigen", {"rule": rule}, 13, budget=Budget(share=1.0)).generate(PROMPTS, params)
-    full = engine_for(llama, "full", {}, 13).generate(PROMPTS, params)
-    for a, b in zip(mine, full, strict=True):
-        assert a.output == b.output
-        assert torch.equal(torch.stack(a.logits), torch.stack(b.logits))
-        assert a.attended_entries == b.attended_entries == b.full_entries
 
 
 def test_everything_within_alpha_and_no_cap_is_the_full_cache(llama: Path) -> None:
