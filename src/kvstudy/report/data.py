@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from kvstudy.analysis.replicates import points
@@ -87,6 +88,15 @@ class StudyData:
     def cell_dir(self, cell: str) -> Path:
         """Folder of a cell."""
         return Layout(self.results).cell(cell)
+
+
+def memory_bytes(frame: pd.DataFrame, kind: str, tier: str) -> pd.Series:
+    """The largest recorded bytes of a kind on a tier, a value a row; NaN where none was recorded."""
+    names = [f"memory.{kind}_peak.{tier}", f"memory.{kind}.{tier}"]
+    found = [name for name in names if name in frame]
+    if not found:
+        return pd.Series(np.nan, index=frame.index)
+    return frame[found].max(axis=1)
 
 
 def with_series(frame: pd.DataFrame) -> pd.DataFrame:

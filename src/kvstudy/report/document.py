@@ -21,15 +21,16 @@ import typst
 
 from kvstudy.analysis.plan import AnalysisError, Plan, read_plan
 from kvstudy.analysis.table import MISSING, read_provenance
-from kvstudy.report import figures, findings, tables, words
+from kvstudy.report import FIGURES, figures, findings, tables, words
 from kvstudy.report.data import StudyData
 
-#: Sections of the document that hold figures, and what each shows.
-SECTIONS = (
-    ("Throughput and latency", ("throughput_vs_rate", "ttft_vs_rate", "tpot_vs_rate", "e2el_vs_rate")),
-    ("Memory", ("kv_memory", "memory_timeline")),
-    ("The KV budget", ("budget_effect",)),
-)
+#: Sections of the document by the category of the figures they hold.
+SECTIONS = {
+    "Results": "Throughput and latency",
+    "Memory": "Memory",
+    "Budget": "The KV budget",
+    "Quality": "Quality",
+}
 
 #: The template of this checkout.
 TEMPLATE = Path(__file__).resolve().parents[3] / "reports" / "study.typ"
@@ -56,7 +57,8 @@ def payload(data: StudyData, plan: Plan, figure_dir: Path) -> dict[str, Any]:
         "axes": [*_axes(table), *_lengths(plan)],
         "sections": [
             {"title": title, "figures": [_figure(name, data, figure_dir) for name in names]}
-            for title, names in SECTIONS
+            for category, title in SECTIONS.items()
+            if (names := [name for name, of in FIGURES.items() if of == category])
         ],
         "tables": shown_tables,
         "claims": _claims(data),

@@ -13,8 +13,7 @@ import pandas as pd
 from kvstudy.analysis.replicates import OVER_SEEDS
 from kvstudy.analysis.table import MISSING, usable
 from kvstudy.report import style, words
-from kvstudy.report.data import StudyData
-from kvstudy.report.figures import memory_bytes
+from kvstudy.report.data import StudyData, memory_bytes
 
 #: Groups (model, workload, pool) that the summary speaks about; the tables hold all.
 MOST_GROUPS = 4

@@ -1,16 +1,14 @@
 r"""The tables of a study as CSV (full precision) and LaTeX (booktabs, siunitx columns).
 
-`python -m kvstudy.report.tables --study-dir results/<study> --out-dir DIR` writes summary, setup and
-attribution. The LaTeX files are bare `tabular`s to `\input` into a paper; they need booktabs and siunitx.
-The document prints the same rows, so that paper and report cannot disagree.
+`kvstudy table --study-dir results/<study>` writes them all. The LaTeX files are bare `tabular`s to
+`\input` into a paper; they need booktabs and siunitx. The document prints the same rows, so that paper and
+report cannot disagree.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,8 +22,8 @@ from kvstudy.analysis.recommend import measured
 from kvstudy.analysis.table import read_provenance
 from kvstudy.grid.store import CONFIG, write_text
 from kvstudy.report import style, words
-from kvstudy.report.data import StudyData, series_of, with_series
-from kvstudy.report.figures import memory_bytes
+from kvstudy.report.command import command
+from kvstudy.report.data import StudyData, memory_bytes, series_of, with_series
 
 
 @dataclass(frozen=True)
@@ -87,7 +85,7 @@ def _heads(frame: pd.DataFrame) -> list[str]:
     heads = []
     for _, row in frame.iterrows():
         parts = [str(row["model"])] if "model" in several else []
-        parts += [_workload(row, frame)] if "workload_key" in several else []
+        parts += [words.workload(row, frame)] if "workload_key" in several else []
         parts += [f"KV {words.plain(row['kv_memory_mib'])} MiB"] if "kv_memory_mib" in several else []
         heads.append(" · ".join(parts))
     return heads
@@ -169,11 +167,6 @@ def summary(data: StudyData) -> Table:
     made = pd.DataFrame.from_records(records)
     groups = [str(s) for s in base["series"]]
     return Table("summary", title, note, columns, rows, made, groups=groups, heads=_heads(base))
-
-
-def _workload(row: pd.Series, frame: pd.DataFrame) -> str:
-    same = frame[frame["workload"] == row["workload"]]
-    return words.workload(row, same)
 
 
 def _short(metric: str, label: str) -> str:
@@ -515,25 +508,5 @@ def write(name: str, data: StudyData, out_dir: Path) -> Table:
     return made
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="kvstudy.report.tables", description="Write tables of a study.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of: {', '.join(TABLES)} (default: all)")
-    parser.add_argument("--study-dir", type=Path, required=True, help="folder that holds cells.parquet")
-    parser.add_argument("--results", type=Path, help="results folder (default: the study folder's parent)")
-    parser.add_argument("--out-dir", type=Path, help="default: tables/ in the study folder")
-    options = parser.parse_args(argv)
-    out_dir = options.out_dir or options.study_dir / "tables"
-    try:
-        data = StudyData.load(options.study_dir, options.results)
-        for name in options.names or TABLES:
-            write(name, data, out_dir)
-            print(f"{name} -> {out_dir / name}.csv, .tex")
-    except AnalysisError as error:
-        print(f"kvstudy: {error}", file=sys.stderr)
-        return 2
-    return 0
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())
+#: `kvstudy table`.
+main = command("table", "Write tables of a study, as CSV and LaTeX.", TABLES, write, ".csv, .tex")

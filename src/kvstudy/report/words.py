@@ -150,9 +150,10 @@ def load(rate: Any, concurrency: Any) -> str:
     return f"{plain(value)} {noun}/s" if open_loop else f"{plain(value)} {noun} in flight"
 
 
-def workload(row: Any, alike: Any) -> str:
-    """A workload's name, and what tells it from those of the same name (`alike`, a frame)."""
+def workload(row: Any, frame: Any) -> str:
+    """A workload's name, and what tells it from those of the same name in a frame."""
     parts = [str(row["workload"])]
+    alike = frame[frame["workload"] == row["workload"]]
     if alike["long_share"].nunique() > 1:
         parts.append(f"{plain(100 * float(row['long_share']))}\N{NO-BREAK SPACE}%\N{NO-BREAK SPACE}long")
     for column, way in (("prompt_tokens", "in"), ("output_tokens", "out")):

@@ -1,0 +1,193 @@
+"""Throughput and latencies against the load: a line a framework and budget, a point a load."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.transforms import ScaledTranslation
+
+from kvstudy.report import style, words
+from kvstudy.report.data import StudyData
+from kvstudy.report.figures.captions import interval_text, joined, marks_text, samples_text, setting_text
+from kvstudy.report.figures.drawing import (
+    MOST_PANELS,
+    STRIP,
+    empty,
+    errors,
+    grid,
+    legend,
+    line_handle,
+    mark_handles,
+    scale_y,
+    ticks,
+    wrapped,
+)
+from kvstudy.report.figures.registry import Drawn, figure
+
+
+def _panels(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """Split points into panels by what may not share axes; a title names only what differs."""
+    keys = ["model", "workload_key", "load", "kv_memory_mib", "hardware"]
+    below_full = sorted({float(b) for b in frame["budget_share"] if b < 1})
+    crowded = len(below_full) > 3
+    parts: list[tuple[dict[str, str], pd.DataFrame]] = []
+    for _, part in frame.groupby(keys, sort=True, dropna=False):
+        first = part.iloc[0]
+        name = {
+            "model": str(first["model"]),
+            "workload": words.workload(first, frame),
+            "load": str(first["load"]),
+            "memory": f"KV {words.plain(first['kv_memory_mib'])} MiB",
+            "hardware": str(first["hardware"]),
+        }
+        if crowded:
+            for budget in below_full:
+                kept = part[(part["budget_share"] == budget) | (part["budget_share"] == 1)]
+                if (kept["budget_share"] == budget).any():
+                    parts.append(({**name, "budget": f"b = {words.plain(budget)}"}, kept))
+        else:
+            parts.append((name, part))
+    titles = []
+    for name, _ in parts:
+        differing = [value for key, value in name.items() if len({other.get(key) for other, _ in parts}) > 1]
+        titles.append(", ".join(differing))
+    return [(title, part) for title, (_, part) in zip(titles, parts, strict=True)]
+
+
+def _against_load(data: StudyData, metric: str, what: str) -> Drawn:
+    """One line a framework (and budget), a point a load."""
+    frame = data.metric(metric)
+    frame = frame[frame["state"] != "missing"] if not frame.empty else frame
+    if frame.empty:
+        return empty(f"no measured cell of this study has {metric}")
+    shown = data.shown(metric)
+    panels = _panels(frame)
+    cut = len(panels) - MOST_PANELS
+    panels = panels[:MOST_PANELS]
+    drawing, axes_list, wide = grid(len(panels))
+    lines = data.lines(frame)
+    for axes, (title, part) in zip(axes_list, panels, strict=True):
+        x = "rate" if part["rate"].notna().any() else "concurrency"
+        _draw_lines(axes, part, x, lines, shown.factor)
+        axes.set_title(wrapped(title, 34))
+        axes.set_xlabel("offered rate (requests/s)" if x == "rate" else "requests in flight (closed loop)")
+        if axes.get_subplotspec().is_first_col():  # type: ignore[union-attr]
+            axes.set_ylabel(wrapped(shown.axis, 20) if len(panels) > 1 else shown.axis)
+    ok = frame["state"] == "ok"
+    legend(
+        drawing,
+        [line_handle(*line) for line in lines]
+        + mark_handles(
+            bool((ok & frame["saturated"]).any()),
+            bool((frame["state"] == "failed").any()),
+            bool((frame["state"] == "gated").any()),
+            bool((ok & frame["starred"]).any()),
+        ),
+        wide,
+    )
+    caption = joined(
+        what,
+        samples_text(data, frame),
+        interval_text(frame),
+        marks_text(frame),
+        f"{cut} further panels are in the tables" if cut > 0 else "",
+        setting_text(data, frame),
+    )
+    return Drawn(drawing, caption, wide)
+
+
+def _draw_lines(
+    axes: Axes,
+    part: pd.DataFrame,
+    x: str,
+    lines: list[tuple[str, str, int]],
+    factor: float,
+) -> None:
+    values: list[float] = []
+    slots: dict[float, int] = {}
+    present = [line for line in lines if (part["series"] == line[0]).any()]
+    for place, (label, name, variant) in enumerate(present):
+        look = style.look(name)
+        # Lines stand a little apart sideways, so that equal results do not hide each other.
+        aside = ScaledTranslation(
+            (place - (len(present) - 1) / 2) * min(2.2, 9 / len(present)) / 72, 0, axes.figure.dpi_scale_trans
+        )
+        beside = axes.transData + aside
+        mine = part[part["series"] == label].sort_values(x)
+        good = mine[(mine["state"] == "ok") & mine["value"].notna()]
+        firm = good[~good["starred"]]
+        dash = style.DASHES[variant % len(style.DASHES)]
+        axes.plot(firm[x], firm["value"] * factor, color=look.colour, linestyle=dash, transform=beside, zorder=3)
+        for starred, alpha in ((False, 1.0), (True, 0.4)):
+            for saturated in (False, True):
+                some = good[(good["starred"] == starred) & (good["saturated"] == saturated)]
+                if some.empty:
+                    continue
+                axes.errorbar(
+                    some[x],
+                    some["value"] * factor,
+                    yerr=errors(some, factor),
+                    color=look.colour,
+                    marker=look.marker,
+                    markerfacecolor="white" if saturated else look.colour,
+                    linestyle="",
+                    elinewidth=0.8,
+                    capsize=1.8,
+                    capthick=0.8,
+                    alpha=alpha,
+                    transform=beside,
+                    zorder=4,
+                )
+        values += [float(v) for v in pd.concat([good["value"], good["low"], good["high"]]).dropna() * factor]
+        bad = mine[mine["state"].isin(["failed", "gated"]) | ((mine["state"] == "ok") & mine["infinite"])]
+        for row in bad.itertuples(index=False):
+            at = float(getattr(row, x))
+            slot = slots[at] = slots.get(at, -1) + 1
+            marker = {"failed": style.FAILED_MARKER, "gated": style.GATED_MARKER}.get(str(row.state), "^")
+            axes.plot(
+                [at],
+                [1 - STRIP * (slot + 0.5)],
+                transform=axes.get_xaxis_transform(),
+                color=look.colour,
+                marker=marker,
+                markersize=5.5 if marker == style.GATED_MARKER else 4.5,
+                linestyle="",
+                clip_on=False,
+                zorder=5,
+            )
+    scale_y(axes, values, reserved=STRIP * (max(slots.values(), default=-1) + 1))
+    ticks(axes, [float(v) for v in part[x].dropna()])
+
+
+#: Name, title, metric, and what the caption opens with.
+_FIGURES = (
+    (
+        "throughput_vs_rate",
+        "Throughput against load",
+        "throughput.output",
+        "Output tokens per second in the steady window against the load",
+    ),
+    (
+        "ttft_vs_rate",
+        "Time to first token against load",
+        "ttft.p50",
+        "Median time to first token (TTFT), from the scheduled arrival, against the load",
+    ),
+    (
+        "tpot_vs_rate",
+        "Time per output token against load",
+        "tpot.p50",
+        "Median time per output token after the first (TPOT) against the load",
+    ),
+    (
+        "e2el_vs_rate",
+        "End-to-end latency against load",
+        "e2el.p50",
+        "Median end-to-end latency (E2EL), from the scheduled arrival to the last token, against the load",
+    ),
+)
+
+for _name, _title, _metric, _what in _FIGURES:
+    figure(_name, _title)(partial(_against_load, metric=_metric, what=_what))

@@ -1,0 +1,157 @@
+"""What a KV budget does to throughput, TPOT and live KV, against the share of entries attended."""
+
+from __future__ import annotations
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+
+from kvstudy.report import style, words
+from kvstudy.report.data import StudyData, memory_bytes
+from kvstudy.report.figures.captions import interval_text, joined, setting_text
+from kvstudy.report.figures.drawing import empty, errors, legend, line_handle, scale_y
+from kvstudy.report.figures.registry import Drawn, figure
+from kvstudy.report.words import MIB
+
+
+@figure("budget_effect", "Effect of the KV budget")
+def budget_effect(data: StudyData) -> Drawn:
+    """Throughput, TPOT and live KV against the share of entries attended, measured and nominal."""
+    frame = data.points
+    if not frame.empty:
+        frame = frame[frame["state"] == "ok"]
+    if frame.empty or not (frame["budget_share"] < 1).any():
+        return empty("no valid cell of this study has a KV budget below 1")
+    memory = _memory_points(data)
+    columns = [
+        ("throughput.output", frame[frame["metric"] == "throughput.output"]),
+        ("tpot.p50", frame[(frame["metric"] == "tpot.p50") & ~frame["starred"]]),
+        ("KV live, device", memory["device"]),
+    ]
+    if memory["host"]["value"].fillna(0).gt(0).any():
+        columns.append(("KV live, host", memory["host"]))
+    groups = _budget_groups(frame)[:4]
+    drawing, grid = plt.subplots(
+        len(groups),
+        len(columns),
+        figsize=(style.PAGE, 1.95 * len(groups) + 0.45),
+        squeeze=False,
+    )
+    used = []
+    shows_nominal = False
+    for axes_row, (title, chosen) in zip(grid, groups, strict=True):
+        for axes, (metric, part) in zip(axes_row, columns, strict=True):
+            part = part[part["point"].isin(chosen)]
+            shown = data.shown(metric) if "." in metric else words.Display(metric, "MiB")
+            shows_nominal |= _draw_budget(axes, part, shown.factor)
+            axes.set_ylabel(shown.axis)
+            axes.set_xlabel("share of KV attended")
+        if len(groups) > 1:
+            # Out of the layout: a long title must not widen its column.
+            axes_row[0].set_title(title, loc="left").set_in_layout(False)
+        used.append(frame[frame["point"].isin(chosen)])
+    everything = pd.concat(used)
+    handles = [line_handle(label, name, 0) for label, name in _families(everything)]
+    if shows_nominal:
+        handles.append(Line2D([], [], color=style.GREY, marker="|", linestyle=(0, (1, 1)), label="nominal budget"))
+    legend(drawing, handles, True)
+    loads = words.listed(dict.fromkeys(title for title, _ in groups))
+    caption = joined(
+        "Throughput, median time per output token and peak live KV against the share of KV entries that a "
+        "decode step attends to. Points stand at the measured share, ticks at the nominal budget; frameworks "
+        "without a budget stand at 1",
+        f"Load: {loads}",
+        interval_text(everything[everything["metric"].isin(["throughput.output", "tpot.p50"])]),
+        setting_text(data, everything),
+    )
+    return Drawn(drawing, caption, True)
+
+
+def _families(frame: pd.DataFrame) -> list[tuple[str, str]]:
+    names = sorted(set(frame["framework"]), key=lambda name: style.rank(str(name)))
+    return [(words.framework(str(name)), str(name)) for name in names]
+
+
+def _memory_points(data: StudyData) -> dict[str, pd.DataFrame]:
+    """Peak live KV of each point in MiB, by tier, with the range over its seeds."""
+    cells = data.usable()
+    cells = cells[cells["source"] != "simulated"]
+    out = {}
+    for tier in ("device", "host"):
+        part = cells[["point", "framework", "budget_share", "budget_attended", "saturated"]].copy()
+        part["value"] = memory_bytes(cells, "kv_live", tier) / MIB
+        groups = part.groupby("point", sort=False)
+        frame = groups[["framework", "budget_share", "budget_attended", "saturated"]].first()
+        frame["value"] = groups["value"].mean()
+        frame["low"], frame["high"] = groups["value"].min(), groups["value"].max()
+        out[tier] = frame.reset_index()
+    return out
+
+
+def _budget_groups(frame: pd.DataFrame) -> list[tuple[str, set[str]]]:
+    """For each model and workload the load at which most budgets were measured (the highest of those)."""
+    groups = []
+    keys = ["model", "workload_key", "kv_memory_mib", "hardware"]
+    for _, part in frame.groupby(keys, sort=True):
+        best: tuple[tuple[int, float], str, set[str]] | None = None
+        for _, at in part.groupby(["load", "rate", "concurrency"], dropna=False):
+            below = at[at["budget_share"] < 1]
+            if below.empty:
+                continue
+            first = at.iloc[0]
+            what = words.load(first["rate"], first["concurrency"])
+            key = (int(below["series"].nunique()), words.level(first["rate"], first["concurrency"]))
+            if best is None or key > best[0]:
+                named = [str(first["model"])] if frame["model"].nunique() > 1 else []
+                if frame["workload_key"].nunique() > 1:
+                    named.append(words.workload(first, frame))
+                if frame["kv_memory_mib"].nunique() > 1:
+                    named.append(f"KV {words.plain(first['kv_memory_mib'])} MiB")
+                best = (key, ", ".join([*named, what]), set(at["point"]))
+        if best is not None:
+            groups.append((best[1], best[2]))
+    return groups
+
+
+def _draw_budget(axes: Axes, part: pd.DataFrame, factor: float) -> bool:
+    """Draw a line a framework; returns whether a nominal budget was drawn apart from the measured one."""
+    values: list[float] = []
+    apart = False
+    families = _families(part)
+    for place, (label, name) in enumerate(families):
+        look = style.look(name)
+        aside = (place - (len(families) - 1) / 2) * 0.012
+        mine = part[(part["framework"] == name) & part["value"].notna()].copy()
+        mine["x"] = mine["budget_attended"].fillna(mine["budget_share"])
+        mine = mine.sort_values("x")
+        if mine.empty:
+            continue
+        y = mine["value"].to_numpy(dtype=float) * factor
+        ends = pd.concat([mine["value"], mine["low"], mine["high"]]).dropna()
+        values += [float(v) for v in ends * factor]
+        if len(mine) == 1 and mine["budget_share"].iloc[0] == 1:
+            axes.axhline(y[0], color=look.colour, linewidth=0.7, linestyle=(0, (1, 2)), zorder=2)
+        axes.errorbar(
+            mine["x"] + aside,
+            y,
+            yerr=errors(mine, factor),
+            color=look.colour,
+            marker=look.marker,
+            elinewidth=0.8,
+            capsize=1.8,
+            capthick=0.8,
+            label=label,
+            zorder=4,
+        )
+        for at, nominal, value in zip(mine["x"] + aside, mine["budget_share"], y, strict=True):
+            if abs(at - aside - nominal) > 0.005:
+                apart = True
+                axes.plot([nominal, at], [value, value], color=look.colour, lw=0.7, ls=(0, (1, 1)), zorder=2)
+                axes.plot([nominal], [value], color=look.colour, marker="|", ms=6, zorder=3)
+    if not values:
+        axes.text(0.5, 0.5, "no data", transform=axes.transAxes, ha="center", va="center", color=style.GREY)
+    axes.set_xlim(0, 1.06)
+    axes.set_xticks([0, 0.25, 0.5, 0.75, 1], ["0", "0.25", "0.5", "0.75", "1"])
+    scale_y(axes, values)
+    return apart
