@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import hmac
 import os
 import platform
 import signal
@@ -19,14 +18,14 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
 import torch
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import PlainTextResponse, Response
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field
 from starlette.types import Receive, Scope, Send
 from transformers import AutoTokenizer
 from transformers.utils import logging
@@ -34,6 +33,20 @@ from transformers.utils import logging
 from kvstudy.engine import attention, kernels, metrics
 from kvstudy.engine.config import EngineConfig
 from kvstudy.engine.core import Engine, Output
+from kvstudy.engine.intake import (
+    MOST_MESSAGES,
+    ApiError,
+    BoundedHead,
+    Gate,
+    Limits,
+    answer_errors,
+    bad_request,
+    json_response,
+    plain_messages,
+    read_object,
+    single_prompt,
+    validated,
+)
 from kvstudy.engine.model import ModelMissing
 from kvstudy.engine.policies import UnknownPolicy, WrongOptions
 from kvstudy.engine.request import Request as EngineRequest
@@ -41,21 +54,6 @@ from kvstudy.engine.request import SamplingParams
 from kvstudy.engine.runner import EngineStopped, Runner, Stream
 
 __all__ = ["ModelMissing", "UnknownPolicy", "WrongOptions", "create_app", "serve"]
-
-MAX_BODY_BYTES = 32 << 20
-
-
-class ApiError(Exception):
-    """An answer in OpenAI's error shape."""
-
-    def __init__(self, status: int, message: str, kind: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status = status
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    return ApiError(400, message, "invalid_request_error", param, code)
 
 
 class StreamOptions(BaseModel):
@@ -90,16 +88,20 @@ class Body(BaseModel):
 
 
 class CompletionBody(Body):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: Any
+    """A text or token ids, or a list of one of them: `intake.single_prompt`."""
     echo: Literal[False] = False
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
 class ChatBody(Body):
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=MOST_MESSAGES)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
+
+
+BodyType = TypeVar("BodyType", bound=Body)
 
 
 class _Shape:
@@ -266,37 +268,30 @@ def create_app(engine: Engine, runner: Runner) -> FastAPI:
     app = FastAPI(title="kvstudy engine", docs_url=None, redoc_url=None, openapi_url=None)
     config, tokenizer = engine.config, engine.tokenizer
 
-    @app.exception_handler(ApiError)
-    async def on_api_error(_: Request, error: ApiError) -> Response:
-        return json_response(error.body, error.status)
+    answer_errors(app)
+    limits = Limits.of(engine.max_model_len, tokenizer)
+    reading = 0
 
-    @app.exception_handler(404)
-    async def on_no_route(request: Request, _: Exception) -> Response:
-        return json_response(ApiError(404, f"no such path: {request.url.path}", "not_found_error").body, 404)
+    def make_room() -> None:
+        """Raise `ApiError` where as many wait as may; those whose bodies are being read count."""
+        if runner.open_requests + reading - len(engine.scheduler.running) >= config.max_queue:
+            raise ApiError(
+                429, f"{config.max_queue} requests are waiting already", "rate_limit_error", None, "queue_full"
+            )
 
-    async def read(http: Request, kind: type[Body]) -> Any:
+    async def read(http: Request, kind: type[BodyType]) -> BodyType:
         """The checked body; raises `ApiError`."""
-        if config.api_key is not None:
-            given = http.headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), config.api_key.encode()):
-                raise ApiError(401, "wrong or missing API key", "authentication_error", None, "invalid_api_key")
-        raw = b""
-        async for part in http.stream():
-            raw += part
-            if len(raw) > MAX_BODY_BYTES:
-                raise ApiError(413, f"the body is over {MAX_BODY_BYTES:,} bytes", "invalid_request_error")
+        nonlocal reading
+        make_room()
+        reading += 1
         try:
-            body = kind.model_validate(orjson.loads(raw))
-        except orjson.JSONDecodeError as error:
-            raise bad_request(f"the body is not JSON: {error}") from None
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = str(first["loc"][0]) if first["loc"] else None
-            raise bad_request(f"{where}: {first['msg']}", where) from None
+            body = validated(kind, await read_object(http, limits))
+        finally:
+            reading -= 1
         if body.model is not None and body.model != config.model_name:
             raise ApiError(
                 404,
-                f"the model {body.model!r} does not exist; this server has {config.model_name!r}",
+                f"the model {body.model[:200]!r} does not exist; this server has {config.model_name!r}",
                 "not_found_error",
                 "model",
                 "model_not_found",
@@ -316,14 +311,7 @@ def create_app(engine: Engine, runner: Runner) -> FastAPI:
             ignore_eos=body.ignore_eos,
             logprobs=logprobs,
         )
-        if runner.open_requests - len(engine.scheduler.running) >= config.max_queue:
-            raise ApiError(
-                429,
-                f"{config.max_queue} requests are waiting already",
-                "rate_limit_error",
-                None,
-                "queue_full",
-            )
+        make_room()
         try:
             request = engine.new_request(ids, params, body.kvstudy_policy)
             stream = runner.submit(request)
@@ -352,12 +340,8 @@ def create_app(engine: Engine, runner: Runner) -> FastAPI:
 
     @app.post("/v1/completions")
     async def completions(http: Request) -> Response:
-        body: CompletionBody = await read(http, CompletionBody)
-        prompt: Any = body.prompt
-        if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
-            if len(prompt) != 1:
-                raise bad_request("one prompt a request: prompt is a string or a list of token ids", "prompt")
-            prompt = prompt[0]
+        body = await read(http, CompletionBody)
+        prompt = single_prompt(body.prompt, limits)
         if isinstance(prompt, str):
             # A text of megabytes takes seconds: in a thread, so that nobody else's stream waits for it.
             prompt = (await asyncio.to_thread(tokenizer, prompt))["input_ids"]
@@ -365,13 +349,18 @@ def create_app(engine: Engine, runner: Runner) -> FastAPI:
 
     @app.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:
-        body: ChatBody = await read(http, ChatBody)
+        body = await read(http, ChatBody)
         if tokenizer.chat_template is None:
             raise bad_request("this model has no chat template; use /v1/completions", "messages")
+        messages = plain_messages(body.messages, limits)
         try:
-            ids = tokenizer.apply_chat_template(body.messages, add_generation_prompt=True, return_dict=False)
+            ids = await asyncio.to_thread(
+                tokenizer.apply_chat_template, messages, add_generation_prompt=True, return_dict=False
+            )
         except Exception as error:  # whatever a template raises is about the messages
-            raise bad_request(f"the chat template does not take these messages: {error}", "messages") from None
+            raise bad_request(
+                f"the chat template does not take these messages: {str(error)[:300]}", "messages"
+            ) from None
         return await answer(http, body, ids, True, body.top_logprobs if body.logprobs else None)
 
     @app.get("/v1/models")
@@ -437,10 +426,6 @@ def effective(engine: Engine) -> dict[str, Any]:
     }
 
 
-def json_response(body: Any, status: int = 200) -> Response:
-    return Response(orjson.dumps(body), status, media_type="application/json")
-
-
 class _Server(uvicorn.Server):  # type: ignore[misc]
     """Says when it is ready, and ends open streams when it is told to stop, so that nothing is waited for."""
 
@@ -478,7 +463,13 @@ def serve(config: EngineConfig, listener: socket.socket) -> None:
         runner = Runner(engine, asyncio.get_running_loop())
         app = create_app(engine, runner)
         settings = uvicorn.Config(
-            app, log_level="warning", access_log=False, lifespan="off", ws="none", timeout_graceful_shutdown=1
+            app if config.api_key is None else Gate(app, config.api_key),
+            http=BoundedHead,
+            log_level="warning",
+            access_log=False,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=1,
         )
         runner.start()
         await _Server(settings, runner, f"http://{host}:{port}").serve([listener])
