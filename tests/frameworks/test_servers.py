@@ -91,7 +91,7 @@ def test_vllm_gets_the_same_pool_and_all_it_needs(tmp_path: Path) -> None:
             "oom",
         ),
         ("ValueError: ... is larger than the available KV cache memory (0.09 GiB).", 1, "oom"),
-        ("", -9, "oom"),
+        ("", -9, "crashed"),  # by whom is not known
         ("OSError: [Errno 98] Address already in use", 1, "port"),
         ("kvstudy engine: cannot listen on 127.0.0.1:1: Address already in use", 2, "port"),
         ("OSError: x is not a valid model identifier listed on 'hub'", 1, "model"),
@@ -101,6 +101,11 @@ def test_vllm_gets_the_same_pool_and_all_it_needs(tmp_path: Path) -> None:
 def test_ends_of_logs(tail: str, code: int, death: str) -> None:
     assert classify(tail, code) == death
     assert last_words(tail, code)
+
+
+def test_a_kill_is_for_want_of_memory_when_the_kernel_says_so() -> None:
+    assert classify("", -9, memory_kill=True) == "oom" and classify("", -15, memory_kill=True) == "crashed"
+    assert base.memory_kills() is None or base.memory_kills() >= 0  # type: ignore[operator]
 
 
 def test_last_words_are_one_telling_line() -> None:

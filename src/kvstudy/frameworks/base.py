@@ -9,12 +9,13 @@ time to come up, and the reading of the end of that file when it dies. Faults of
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -22,14 +23,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
-import psutil
-
 from kvstudy.frameworks import http
 from kvstudy.grid.schema import Deployment
 
 MIB = 1 << 20
 _TAIL_BYTES = 200_000
 _STOP_S = 10.0
+_KEEPER_S = 12.0
 
 Death = Literal["oom", "port", "model", "crashed"]
 
@@ -147,9 +147,13 @@ _MODEL = re.compile(
 _LINE = re.compile(r"^[A-Za-z_.]*(?:Error|Exception|Exit|Interrupt)\b.*|^kvstudy engine: .*|^.*\berror\b.*", re.M)
 
 
-def classify(tail: str, returncode: int | None) -> Death:
-    """Why a server died, from the end of what it printed and its exit code."""
-    if _OOM.search(tail) or returncode == -signal.SIGKILL:
+def classify(tail: str, returncode: int | None, memory_kill: bool = False) -> Death:
+    """Why a server died, from the end of what it printed and its exit code.
+
+    SIGKILL is the kernel's way to end what takes too much memory, and anybody's way to end anything: `memory_kill`
+    says that the kernel has killed a process for that since the server was started.
+    """
+    if _OOM.search(tail) or (returncode == -signal.SIGKILL and memory_kill):
         return "oom"
     if _PORT.search(tail):
         return "port"
@@ -221,10 +225,13 @@ def check_port(host: str, port: int) -> None:
             raise Unavailable(f"cannot listen on {host}:{port}: {error.strerror} (choose another --port)") from error
 
 
-def _die_with_parent() -> None:
-    """In the child: be killed when the measuring process dies, however it dies (Linux)."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)  # 1 is PR_SET_PDEATHSIG
+KEEPER = Path(__file__).with_name("keeper.py")
+
+
+class Kept(subprocess.Popen[bytes]):
+    """A server's keeper: it ends when the server and all its descendants have, and as the server ended."""
+
+    server_pid: int
 
 
 def start(
@@ -235,60 +242,81 @@ def start(
     cores: Sequence[int],
     pass_fds: Sequence[int] = (),
     cwd: Path | None = None,
-) -> subprocess.Popen[bytes]:
-    """Start a command in a process group of its own, pinned to `cores`, printing to `log`.
+    scratch: Path | None = None,
+) -> Kept:
+    """Start a command under a keeper, in a process group of its own, pinned to `cores`, printing to `log`.
+
+    Nothing of it outlives this process, which may be killed; `scratch` is removed then too.
 
     Raises
     ------
     Unavailable
         The command or a core is not there.
     """
+    if shutil.which(command[0], path=env.get("PATH", os.defpath)) is None:
+        raise Unavailable(f"cannot start {command[0]}: there is no such program")
     mine = os.sched_getaffinity(0)
-    try:
-        if cores:
-            try:
-                # Inherited by the child, so that it is pinned from its first instruction.
-                os.sched_setaffinity(0, cores)
-            except OSError as error:
-                raise Unavailable(
-                    f"hardware.server_cores names cores {list(cores)}, of which this machine lacks some "
-                    f"(it has {os.cpu_count()}): correct conf/hardware"
-                ) from error
-        with log.open("ab") as out:
-            return subprocess.Popen(
-                list(command),
-                env=env,
-                stdin=subprocess.DEVNULL,
-                stdout=out,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                pass_fds=tuple(pass_fds),
-                cwd=cwd,
-                preexec_fn=_die_with_parent,
-            )
-    except (FileNotFoundError, PermissionError) as error:
-        raise Unavailable(f"cannot start {command[0]}: {error.strerror}") from error
-    finally:
-        os.sched_setaffinity(0, mine)
+    told, report = os.pipe()
+    env = env | {"KVSTUDY_KEEPER_PID": str(report)}
+    if scratch is not None:
+        env["KVSTUDY_KEEPER_SCRATCH"] = str(scratch)
+    with open(told, "rb") as answer:
+        try:
+            if cores:
+                try:
+                    # Inherited by the child, so that it is pinned from its first instruction.
+                    os.sched_setaffinity(0, cores)
+                except OSError as error:
+                    raise Unavailable(
+                        f"hardware.server_cores names cores {list(cores)}, of which this machine lacks some "
+                        f"(it has {os.cpu_count()}): correct conf/hardware"
+                    ) from error
+            with log.open("ab") as out:
+                process = Kept(
+                    [sys.executable, "-I", "-S", str(KEEPER), *command],
+                    env=env,
+                    stdin=subprocess.PIPE,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    pass_fds=(*pass_fds, report),
+                    cwd=cwd,
+                )
+        finally:
+            os.close(report)
+            os.sched_setaffinity(0, mine)
+        process.server_pid = int(answer.readline() or process.pid)
+    return process
 
 
-def stop_group(process: subprocess.Popen[bytes], wait_s: float = _STOP_S) -> None:
-    """Stop a process group: SIGTERM, then SIGKILL; also descendants that left the group."""
-    family = []
-    with contextlib.suppress(psutil.Error):
-        family = psutil.Process(process.pid).children(recursive=True)
+def stop_group(process: Kept, wait_s: float = _STOP_S) -> None:
+    """Stop a server: SIGTERM to its group, and after `wait_s` SIGKILL to all that descends from it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGTERM)
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(wait_s)
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, signal.SIGKILL)
-    for child in family:
-        with contextlib.suppress(psutil.Error):
-            child.kill()
-    with contextlib.suppress(subprocess.TimeoutExpired):
-        process.wait(5.0)
-    psutil.wait_procs(family, timeout=5.0)
+    assert process.stdin is not None
+    if not process.stdin.closed:
+        with contextlib.suppress(OSError):
+            os.write(process.stdin.fileno(), b"end")
+        process.stdin.close()
+    try:
+        process.wait(_KEEPER_S)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def memory_kills() -> int | None:
+    """Processes that the kernel has killed for want of memory since it booted; None where it does not say."""
+    try:
+        for line in Path("/proc/vmstat").read_text(encoding="ascii").splitlines():
+            if line.startswith("oom_kill "):
+                return int(line.split()[1])
+    except (OSError, ValueError):
+        pass
+    return None
 
 
 class ServerProcess(ABC):
@@ -301,8 +329,15 @@ class ServerProcess(ABC):
         self.url = f"http://{launch.host}:{self.port}"
         self.model_name = launch.deployment.model.name
         self.log = launch.work_dir / f"server-{self.port}.log"
-        self.process: subprocess.Popen[bytes] | None = None
+        self.process: Kept | None = None
         self.bring_up_s = 0.0
+        self._memory_kills = memory_kills()
+
+    @property
+    def pid(self) -> int:
+        """The server's own process; its parent is the keeper."""
+        assert self.process is not None
+        return self.process.server_pid
 
     def process_cores(self) -> Sequence[int]:
         """Cores that its processes may run on; what computes is always bound to `hardware.server_cores`."""
@@ -355,6 +390,7 @@ class ServerProcess(ABC):
             cores=self.process_cores(),
             pass_fds=self.launch.pass_fds,
             cwd=self.launch.work_dir,
+            scratch=self.launch.work_dir,
         )
         while True:
             elapsed = time.monotonic() - begun
@@ -390,7 +426,9 @@ class ServerProcess(ABC):
 
     def death(self) -> Death:
         """The class of its death."""
-        return classify(self.log_tail(), self.process.returncode if self.process else None)
+        now, before = memory_kills(), self._memory_kills
+        killed = now is not None and before is not None and now > before
+        return classify(self.log_tail(), self.process.returncode if self.process else None, killed)
 
     def stop(self) -> None:
         """Take it down."""

@@ -121,10 +121,9 @@ class NativeServer(ServerProcess):
             for way in ("h2d", "d2h")
         ]
         limit = self.deployment.hardware.memory_limit_gib
-        assert self.process is not None
         return Watch(
             metrics_url=f"{self.url}/metrics",
-            pid=self.process.pid,
+            pid=self.pid,
             gauges=(
                 Gauge("kvstudy_weights_bytes", "weights", "device"),
                 *tiers,

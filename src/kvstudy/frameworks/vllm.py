@@ -172,10 +172,9 @@ class VllmServer(ServerProcess):
         """Whether its workers stay on the server's cores."""
         import psutil
 
-        assert self.process is not None
         allowed = set(self.deployment.hardware.server_cores)
         try:
-            family = psutil.Process(self.process.pid).children(recursive=True)
+            family = psutil.Process(self.pid).children(recursive=True)
             workers = [item for item in family if "VLLM::Worker" in " ".join(item.cmdline())]
             return bool(workers) and all(set(item.cpu_affinity()) <= allowed for item in workers)
         except psutil.Error:
@@ -200,10 +199,9 @@ class VllmServer(ServerProcess):
         """Live KV is the used share of the pool; vLLM does not say what weights and workspace take."""
         pool = self._blocks * self._block_bytes
         limit = self.deployment.hardware.memory_limit_gib
-        assert self.process is not None
         return Watch(
             metrics_url=f"{self.url}/metrics",
-            pid=self.process.pid,
+            pid=self.pid,
             gauges=(Gauge("vllm:kv_cache_usage_perc", "kv_live", "device", factor=float(pool)),),
             constants=(("kv_reserved", "device", pool), ("weights", "device", self._weights())),
             running="vllm:num_requests_running",
