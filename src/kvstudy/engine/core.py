@@ -121,7 +121,7 @@ class Engine:
         self.device_pool = self._pool("device", config.kv_memory_bytes, self.model.device)
         self.host_pool = self._pool("host", config.host_kv_memory_bytes, torch.device("cpu"))
         self.link = Link(config.link_gbps)
-        context = Context(
+        self.context = context = Context(
             geometry=geometry,
             budget=config.budget,
             device_pool=self.device_pool,
@@ -226,7 +226,7 @@ class Engine:
         for part in parts:
             part.policy.end_step(part.rows, [chunk for chunk, _ in part.chunks])
         self._advance(parts)
-        outputs = self._accept(sampled, sampling.sample(logits, sampled) if sampled else [])
+        outputs = self.accept(sampled, sampling.sample(logits, sampled) if sampled else [])
         self._count(plan, len(ids), len(sampled), time.perf_counter() - begin)
         if self.trace is not None:
             self.trace.append(
@@ -274,7 +274,8 @@ class Engine:
                     chunk.request.prefilled = time.monotonic()
                     self.scheduler.prompt_done(chunk.request)
 
-    def _accept(self, requests: list[Request], tokens: list[int]) -> list[Output]:
+    def accept(self, requests: list[Request], tokens: list[int]) -> list[Output]:
+        """Give each request its next token; ends those that are done."""
         outputs = []
         for request, token in zip(requests, tokens, strict=True):
             request.output.append(token)

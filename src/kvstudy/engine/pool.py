@@ -229,6 +229,21 @@ class BlockTable:
         size = self.pool.block_size
         return np.take(self.blocks, entry // size, axis=1).astype(np.int64) * size + entry % size
 
+    def copy_from(self, other: BlockTable, layers: slice = slice(None)) -> None:
+        """Hold copies of all the entries of some of `other`'s layers, which are as many as this table has.
+
+        The pools may be different ones, on different devices, of one geometry and block size.
+        """
+        blocks, lengths = other.blocks[layers], other.lengths[layers]
+        for layer, length in enumerate(lengths.tolist()):
+            self.resize(layer, length)
+        used = self.num_blocks.tolist()
+        mine = torch.from_numpy(np.concatenate([row[:n] for row, n in zip(self.blocks, used, strict=True)])).long()
+        theirs = torch.from_numpy(np.concatenate([row[:n] for row, n in zip(blocks, used, strict=True)])).long()
+        self.pool.kv[mine.to(self.pool.kv.device)] = other.pool.kv[theirs.to(other.pool.kv.device)].to(
+            self.pool.kv.device
+        )
+
     def release(self) -> None:
         """Give everything back. The table is empty afterwards."""
         used = np.concatenate([row[:n] for row, n in zip(self.blocks, self.num_blocks, strict=True)])

@@ -102,19 +102,24 @@ class Scheduler:
         if not self.waiting or len(self.running) >= self.config.max_num_seqs:
             return None
         request = self.waiting[0]
-        policy = self.policies[request.policy]
-        need = policy.reserve(request.prompt_tokens, request.params.max_tokens)
-        if not self.device_pool.reserve(need.device_peak_bytes):
-            return None
-        if not self.host_pool.reserve(need.host_bytes):
-            self.device_pool.unreserve(need.device_peak_bytes)
+        if not self.promise(request):
             return None
         self.waiting.popleft()
-        request.reserved = (need.device_peak_bytes, need.host_bytes)
         request.status = Status.RUNNING
-        policy.open(request)
+        self.policies[request.policy].open(request)
         self.running.append(request)
         return request
+
+    def promise(self, request: Request) -> bool:
+        """Promise a request what it needs; False, and nothing promised, where the pools do not have it now."""
+        need = self.policies[request.policy].reserve(request.prompt_tokens, request.params.max_tokens)
+        if not self.device_pool.reserve(need.device_peak_bytes):
+            return False
+        if not self.host_pool.reserve(need.host_bytes):
+            self.device_pool.unreserve(need.device_peak_bytes)
+            return False
+        request.reserved = (need.device_peak_bytes, need.host_bytes)
+        return True
 
     def prompt_done(self, request: Request) -> None:
         """Take back what was promised for the prompt alone."""

@@ -429,6 +429,18 @@ class Streaming(_Native):
         return {"sinks": self.sinks}
 
 
+class Random(_Native):
+    """Random eviction, seeded: the floor that a policy's choice of entries has to beat at the same budget."""
+
+    name: Literal["random"] = "random"
+    title: str = Field(default="random eviction (ours)")
+    seed: int = Field(default=0, ge=0)
+
+    def policy_options(self) -> dict[str, Any]:
+        """The seed of the lots."""
+        return {"seed": self.seed}
+
+
 class H2O(_Native):
     """Heavy hitters and a recent window, everything else evicted (H2O, arXiv 2306.14048).
 
@@ -474,7 +486,7 @@ class InfiniGen(_Native):
         return {name: getattr(self, name) for name in names}
 
 
-Framework = Annotated[Vllm | Full | Streaming | H2O | InfiniGen, Field(discriminator="name")]
+Framework = Annotated[Vllm | Full | Streaming | Random | H2O | InfiniGen, Field(discriminator="name")]
 
 
 # --- cell, deployment, visit ---------------------------------------------------------------------

@@ -15,6 +15,7 @@ FRAMEWORKS = {
     "h2o": "H2O",
     "infinigen": "InfiniGen",
     "streaming": "StreamingLLM",
+    "random": "random eviction",
     "adaptive": "adaptive (ours)",
 }
 

@@ -19,6 +19,7 @@ MODULES: dict[str, str] = {
     "streaming": "kvstudy.engine.policies.streaming",
     "h2o": "kvstudy.engine.policies.h2o",
     "infinigen": "kvstudy.engine.policies.infinigen",
+    "random": "kvstudy.engine.policies.random",
 }
 """Where each policy is defined; imported when first asked for."""
 

@@ -36,7 +36,7 @@ derives in `__init__`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -46,7 +46,7 @@ from pydantic import BaseModel, ConfigDict
 
 from kvstudy.engine.config import Budget
 from kvstudy.engine.link import Link
-from kvstudy.engine.pool import BlockPool
+from kvstudy.engine.pool import BlockPool, BlockTable
 from kvstudy.engine.request import Request
 
 
@@ -131,6 +131,16 @@ class Context:
     """
     model_dir: str = ""
     threads: int = 1
+
+
+@dataclass(slots=True)
+class Prompt:
+    """A prompt that was read once for several policies (`kvstudy.engine.fork`): all that any of them needs of it."""
+
+    table: BlockTable
+    """Every token's entry of every layer, on the device."""
+    statistics: dict[Hashable, torch.Tensor]
+    """By `Policy.counts`: what was counted while the prompt was read."""
 
 
 class Attended:
@@ -223,6 +233,38 @@ class Policy(ABC):
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, out: torch.Tensor
     ) -> None:
         """Store each row's new entry and write its attention over the entries the policy chooses to `out`."""
+
+    # -- a prompt that is read once for several policies
+    # ------------------------------------------------------------
+
+    def counts(self) -> Hashable | None:
+        """Names what the policy counts of a prompt beside its KV; None: nothing. Equal names count the same."""
+        return None
+
+    def new_counts(self, prompt_tokens: int) -> torch.Tensor:
+        """Where `count_chunk` adds up, zero."""
+        raise NotImplementedError(f"{self.name} counts nothing of a prompt")
+
+    def count_chunk(
+        self,
+        into: torch.Tensor,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        keys: torch.Tensor,
+        lse: torch.Tensor,
+        chunk: Chunk,
+    ) -> None:
+        """Add one layer's chunk: q and k as in `prefill_chunk`.
+
+        keys `[kv_heads, chunk.stop, head_dim]`; lse `[heads, chunk.length]` is the log of each query's sum of
+        exp(scores).
+        """
+        raise NotImplementedError(f"{self.name} counts nothing of a prompt")
+
+    def adopt(self, request: Request, prompt: Prompt) -> None:
+        """Set `request.kv` up as it is after the step of the prompt's last chunk, from what was read for all."""
+        raise NotImplementedError(f"{self.name} cannot begin from a prompt that was read for others")
 
     # -- a request's life, a step's frame
     # --------------------------------------------------------------------------

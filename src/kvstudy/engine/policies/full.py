@@ -9,7 +9,7 @@ import torch
 
 from kvstudy.engine import attention
 from kvstudy.engine.policies import register
-from kvstudy.engine.policies.base import Chunk, Policy, Reservation, Rows
+from kvstudy.engine.policies.base import Chunk, Policy, Prompt, Reservation, Rows
 from kvstudy.engine.pool import BlockTable, stack_tables
 from kvstudy.engine.request import Request
 
@@ -39,6 +39,10 @@ class Full(Policy):
     def close(self, request: Request) -> None:
         request.kv.table.release()
         request.kv = None
+
+    def adopt(self, request: Request, prompt: Prompt) -> None:
+        self.open(request)
+        request.kv.table.copy_from(prompt.table)
 
     def begin_step(self, rows: Rows, chunks: list[Chunk]) -> None:
         device, size = self.geometry.device, self.context.device_pool.block_size

@@ -16,9 +16,9 @@ budget.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from pydantic import Field, model_validator
 from kvstudy.engine import attention
 from kvstudy.engine.policies import h2o_rules as rules
 from kvstudy.engine.policies import register
-from kvstudy.engine.policies.base import Chunk, Context, Policy, Reservation, Rows
+from kvstudy.engine.policies.base import Chunk, Context, Policy, Prompt, Reservation, Rows
 from kvstudy.engine.policies.base import Options as BaseOptions
 from kvstudy.engine.pool import BlockTable, stack_tables
 from kvstudy.engine.request import Request
@@ -140,7 +140,7 @@ class H2O(Policy):
     """Real eviction (`realdrop`, `flexgen`, `paper`) or its simulation (`masked`, which frees nothing)."""
 
     name = "h2o"
-    Options = H2OOptions
+    Options: ClassVar[type[BaseOptions]] = H2OOptions
     options: H2OOptions
 
     def __init__(self, context: Context, options: H2OOptions) -> None:
@@ -305,14 +305,43 @@ class H2O(Policy):
         else:
             lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
             attention.prefill(q, keys, values, chunk.start, self.geometry.scale, out, lse)
-            sums = attention.column_sums(q, keys, lse, chunk.start, self.geometry.scale)
-            state.scores[layer, :, : chunk.stop] += sums
+            self.count_chunk(state.scores, layer, q, k, keys, lse, chunk)
         if chunk.last:
-            self._end_of_prompt(layer, state, chunk)
+            self._end_of_prompt(layer, state, chunk.stop)
 
-    def _end_of_prompt(self, layer: int, state: State, chunk: Chunk) -> None:
+    def counts(self) -> Hashable | None:
+        return None if self.off else "attention received"
+
+    def new_counts(self, prompt_tokens: int) -> torch.Tensor:
+        g = self.geometry
+        return torch.zeros((g.layers, g.kv_heads, prompt_tokens), device=g.device)
+
+    def count_chunk(
+        self,
+        into: torch.Tensor,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        keys: torch.Tensor,
+        lse: torch.Tensor,
+        chunk: Chunk,
+    ) -> None:
+        into[layer, :, : chunk.stop] += attention.column_sums(q, keys, lse, chunk.start, self.geometry.scale)
+
+    def adopt(self, request: Request, prompt: Prompt) -> None:
+        self.open(request)
+        state: State = request.kv
+        state.table.copy_from(prompt.table)
+        name = self.counts()
+        if name is not None:
+            state.scores.copy_(prompt.statistics[name])
+        for layer in range(self.geometry.layers):
+            self._end_of_prompt(layer, state, request.prompt_tokens)
+        if not self.off:
+            self._prompt_done(state)
+
+    def _end_of_prompt(self, layer: int, state: State, prompt: int) -> None:
         """The last chunk's layer is done: keep what the rule keeps, in the first entries, and free the rest."""
-        prompt = chunk.stop
         state.size = prompt
         if self.off:
             return

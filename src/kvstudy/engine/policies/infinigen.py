@@ -21,7 +21,7 @@ speed code's own cap.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -33,7 +33,7 @@ from pydantic import Field
 from kvstudy.engine import attention
 from kvstudy.engine.policies import infinigen_rules as rules
 from kvstudy.engine.policies import register
-from kvstudy.engine.policies.base import Chunk, Context, Policy, Reservation, Rows
+from kvstudy.engine.policies.base import Chunk, Context, Policy, Prompt, Reservation, Rows
 from kvstudy.engine.policies.base import Options as BaseOptions
 from kvstudy.engine.policies.infinigen_kernel import SUFFIXES, kernel
 from kvstudy.engine.pool import BlockTable, stack_tables
@@ -409,6 +409,41 @@ class InfiniGen(Policy):
         state.magnitudes[at] += self._magnitudes(at, q, k)
         if chunk.last:
             self._end_of_prompt(at, chunk.request, keys)
+
+    def counts(self) -> Hashable | None:
+        return None if self.off else ("magnitudes", self.options.rule == "paper", str(self.options.skew))
+
+    def new_counts(self, prompt_tokens: int) -> torch.Tensor:
+        g = self.geometry
+        return torch.zeros((self.sparse, g.kv_heads, g.head_dim), device=g.device)
+
+    def count_chunk(
+        self,
+        into: torch.Tensor,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        keys: torch.Tensor,
+        lse: torch.Tensor,
+        chunk: Chunk,
+    ) -> None:
+        if layer >= WHOLE_LAYERS:
+            into[layer - WHOLE_LAYERS] += self._magnitudes(layer - WHOLE_LAYERS, q, k)
+
+    def adopt(self, request: Request, prompt: Prompt) -> None:
+        if self.options.rule == "speed":
+            raise NotImplementedError("infinigen's rule 'speed' depends on who shares the batch")
+        self.open(request)
+        state: State = request.kv
+        state.near.copy_from(prompt.table, slice(0, len(state.near.lengths)))
+        name = self.counts()
+        if name is None:
+            return
+        state.far.copy_from(prompt.table, slice(WHOLE_LAYERS, None))
+        state.magnitudes.copy_(prompt.statistics[name])
+        for at in range(self.sparse):
+            keys, _ = attention.gather(self.context.host_pool.kv, state.far.blocks[at], request.prompt_tokens)
+            self._end_of_prompt(at, request, keys.to(self.geometry.device))
 
     def _magnitudes(self, at: int, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """Sums over a chunk's tokens and a group's heads of skewed |q|; `paper` adds |k|: [kv_heads, head_dim]."""

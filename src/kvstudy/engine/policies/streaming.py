@@ -20,7 +20,7 @@ from pydantic import Field
 
 from kvstudy.engine import attention
 from kvstudy.engine.policies import register
-from kvstudy.engine.policies.base import Chunk, Options, Reservation
+from kvstudy.engine.policies.base import Chunk, Options, Prompt, Reservation
 from kvstudy.engine.policies.full import Full
 from kvstudy.engine.pool import BlockTable
 from kvstudy.engine.request import Request
@@ -70,17 +70,24 @@ class Streaming(Full):
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: Chunk, out: torch.Tensor
     ) -> None:
         super().prefill_chunk(layer, q, k, v, chunk, out)
-        if not chunk.last:
-            return
-        state: State = chunk.request.kv
-        tokens = chunk.stop
+        if chunk.last:
+            self._end_of_prompt(layer, chunk.request, chunk.stop)
+
+    def adopt(self, request: Request, prompt: Prompt) -> None:
+        super().adopt(request, prompt)
+        for layer in range(self.geometry.layers):
+            self._end_of_prompt(layer, request, request.prompt_tokens)
+
+    def _end_of_prompt(self, layer: int, request: Request, tokens: int) -> None:
+        """The last chunk's layer is done: the sinks stay where they are, the window moves up behind them."""
+        state: State = request.kv
         kept = self.limit(tokens, tokens)
         if kept < tokens:
             sinks = min(self.options.sinks, kept - 1)
             kv, heads = self.context.device_pool.kv, self.geometry.kv_heads
-            recent = torch.from_numpy(state.table.slots(layer, tokens - kept + sinks, tokens)).to(q.device)
+            recent = torch.from_numpy(state.table.slots(layer, tokens - kept + sinks, tokens)).to(kv.device)
             k, v = attention.gather_slots(kv, recent.expand(heads, -1))
-            slots = torch.from_numpy(state.table.slots(layer, sinks, kept)).to(q.device)
+            slots = torch.from_numpy(state.table.slots(layer, sinks, kept)).to(kv.device)
             attention.store(kv, slots, k.transpose(0, 1), v.transpose(0, 1))
             state.table.resize(layer, kept)
             state.sinks = sinks
