@@ -19,15 +19,31 @@ import openai
 import pytest
 from engine_tiny import random_prompt
 
+from kvstudy.frameworks.base import classify, last_words
+
+MODULE = ("-m", "kvstudy.engine.server")
+BREAKS_DOWN = """
+import os, sys
+from kvstudy.engine import core, server
+step = core.Engine.step
+def failing(engine):
+    outputs = step(engine)
+    if engine.counters.steps == 5:
+        raise RuntimeError("the fifth\\nstep")
+    return outputs
+core.Engine.step = failing
+os._exit(server.main(sys.argv[1:]))
+"""
+"""The server, but its engine fails in its fifth step."""
 Launch = Callable[..., "Server"]
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2] / "src"), "OMP_NUM_THREADS": "1"}
 
 
 class Server:
-    def __init__(self, folder: Path, config: dict[str, Any]) -> None:
+    def __init__(self, folder: Path, config: dict[str, Any], program: tuple[str, ...] = MODULE) -> None:
         file = folder / "engine.json"
         file.write_text(json.dumps(config))
-        command = [sys.executable, "-m", "kvstudy.engine.server", "--config", str(file)]
+        command = [sys.executable, *program, "--config", str(file)]
         self.process = subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
         )
@@ -273,6 +289,20 @@ def test_api_key_queue_limit_and_stopping_with_open_streams(llama_dir: Path, tmp
             assert refused.status_code == 429
             assert refused.json()["error"]["code"] == "queue_full"
             assert server.stop() < 2.0
+
+
+def test_a_failing_engine_ends_its_streams_and_the_process(llama_dir: Path, tmp_path: Path) -> None:
+    config = {"model_dir": str(llama_dir), "dtype": "float32"}
+    server = Server(tmp_path, config, ("-c", BREAKS_DOWN)).wait()
+    ask = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=ask) as answer:
+        events = [line for line in answer.iter_lines() if line.startswith("data: ")]
+    assert len(events) == 4 + 2 and "the fifth" in json.loads(events[-2][6:])["error"]["message"]
+    _, stderr = server.process.communicate(timeout=10)
+    assert server.process.returncode == 1
+    assert stderr.splitlines()[-1] == "kvstudy engine: the engine failed: RuntimeError: the fifth step"
+    # What a visit and `kvstudy serve` make of it.
+    assert (classify(stderr, 1), last_words(stderr, 1)) == ("crashed", stderr.splitlines()[-1])
 
 
 @pytest.mark.parametrize(

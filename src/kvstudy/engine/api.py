@@ -53,8 +53,11 @@ from kvstudy.engine.request import Request as EngineRequest
 from kvstudy.engine.request import SamplingParams
 from kvstudy.engine.runner import EngineStopped, Runner, Stream
 
-__all__ = ["ModelMissing", "UnknownPolicy", "WrongOptions", "create_app", "serve"]
+__all__ = ["EngineFailed", "ModelMissing", "UnknownPolicy", "WrongOptions", "create_app", "serve"]
 
+
+class EngineFailed(RuntimeError):
+    """The engine ended while it served; the message says why, in one line."""
 
 class StreamOptions(BaseModel):
     include_usage: bool = False
@@ -451,7 +454,11 @@ class _Server(uvicorn.Server):  # type: ignore[misc]
 
 
 def serve(config: EngineConfig, listener: socket.socket) -> None:
-    """Load the model and answer on a bound socket until told to stop (SIGTERM, SIGINT)."""
+    """Load the model and answer on a bound socket until told to stop (SIGTERM, SIGINT).
+
+    Raises `EngineFailed` when the engine does: a server that can only answer 503 is of no use, and whoever watches the
+    process is to see that it ended.
+    """
     # The engine's thread holds the interpreter for long stretches; the loop's is to get it soon when it has a
     # token to send.
     sys.setswitchinterval(1e-3)
@@ -471,9 +478,13 @@ def serve(config: EngineConfig, listener: socket.socket) -> None:
             ws="none",
             timeout_graceful_shutdown=1,
         )
+        server = _Server(settings, runner, f"http://{host}:{port}")
+        runner.on_failure = lambda: setattr(server, "should_exit", True)
         runner.start()
-        await _Server(settings, runner, f"http://{host}:{port}").serve([listener])
+        await server.serve([listener])
         runner.join(timeout=0.5)
+        if (failure := runner.failure) is not None:
+            raise EngineFailed(" ".join(f"the engine failed: {type(failure).__name__}: {failure}".split()))
 
     try:
         import uvloop

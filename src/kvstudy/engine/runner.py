@@ -31,6 +31,8 @@ class Runner(threading.Thread):
         super().__init__(name="kvstudy-engine", daemon=True)
         self.engine = engine
         self.failure: BaseException | None = None
+        self.on_failure: Callable[[], None] | None = None
+        """Called in the loop's thread when the engine has failed, after every stream was told."""
         self._loop = loop
         self._inbox: deque[Callable[[], Any]] = deque()
         self._wake = threading.Event()
@@ -83,7 +85,7 @@ class Runner(threading.Thread):
         except BaseException as failure:
             logger.exception("the engine failed")
             self.failure = failure
-            self._loop.call_soon_threadsafe(self._end_streams, failure)
+            self._loop.call_soon_threadsafe(self._fail, failure)
 
     def _post(self, action: Callable[[], Any]) -> None:
         self._inbox.append(action)
@@ -99,6 +101,11 @@ class Runner(threading.Thread):
                 stream.put_nowait(output)
                 if output.finish_reason:
                     del self._streams[output.request]
+
+    def _fail(self, failure: BaseException) -> None:
+        self._end_streams(failure)
+        if self.on_failure is not None:
+            self.on_failure()
 
     def _end_streams(self, failure: BaseException) -> None:
         for stream in self._streams.values():

@@ -1,7 +1,7 @@
 """`python -m kvstudy.engine.server --config FILE`: bring one engine up behind an OpenAI-compatible URL.
 
-Prints `kvstudy engine ready on http://HOST:PORT` when it answers. Exit codes: 0 stopped, 2 wrong config,
-missing model or port in use (one line on stderr each).
+Prints `kvstudy engine ready on http://HOST:PORT` when it answers. Exit codes: 0 stopped, 1 the engine failed,
+2 wrong config, missing model or port in use (one last line on stderr each).
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ def main(argv: list[str] | None = None) -> int:
         api.serve(config, listener)
     except (api.ModelMissing, api.UnknownPolicy, api.WrongOptions) as error:
         return _refuse(str(error))
+    except api.EngineFailed as error:
+        _refuse(str(error))
+        return 1
     return 0
 
 
