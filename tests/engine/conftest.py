@@ -93,3 +93,22 @@ def engine_of(llama_dir: Path) -> Callable[..., Engine]:
         return Engine(EngineConfig.model_validate(defaults | options), tokenizer)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of one layer, for long prompts."""
+    torch.manual_seed(3)
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        max_position_embeddings=40000,
+        eos_token_id=None,
+    )
+    folder = tmp_path_factory.mktemp("models") / "one-layer"
+    LlamaForCausalLM(config).save_pretrained(folder)
+    return folder

@@ -47,13 +47,13 @@ from kvstudy.engine.intake import (
     single_prompt,
     validated,
 )
-from kvstudy.engine.model import ModelMissing
+from kvstudy.engine.model import ModelMissing, ModelUnsupported
 from kvstudy.engine.policies import UnknownPolicy, WrongOptions
 from kvstudy.engine.request import Request as EngineRequest
 from kvstudy.engine.request import SamplingParams
 from kvstudy.engine.runner import EngineStopped, Runner, Stream
 
-__all__ = ["EngineFailed", "ModelMissing", "UnknownPolicy", "WrongOptions", "create_app", "serve"]
+__all__ = ["EngineFailed", "ModelMissing", "ModelUnsupported", "UnknownPolicy", "WrongOptions", "create_app", "serve"]
 
 
 class EngineFailed(RuntimeError):

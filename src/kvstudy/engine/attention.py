@@ -59,14 +59,16 @@ def decode(
     scale: float,
     out: torch.Tensor,
     mass: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> None:
     """One query a row over that row's first `lengths[row]` entries (at least 1), softmax in float32.
 
     q, out: `[rows, heads, head_dim]`; tables: int32 `[rows, max_blocks]`; lengths: int32 `[rows]`. `mass`,
     where given, is float32 `[rows, kv_heads, >= max(lengths)]` and receives the probabilities summed over
     each KV head's query heads, by position in the table; beyond a row's length it is left as it was.
+    `sinks`, float32 `[heads]`, are logits of the softmax that carry no value; there is no C for them.
     """
-    if (lib := _library(kv)) is not None:
+    if sinks is None and (lib := _library(kv)) is not None:
         return lib.decode(q, kv, tables, lengths, scale, out, mass)
     rows, heads, dim = q.shape
     kv_heads, size = kv.shape[2], kv.shape[3]
@@ -77,12 +79,20 @@ def decode(
     grouped = q.reshape(rows, kv_heads, heads // kv_heads, dim).float()
     scores = torch.einsum("rhgd,rhnd->rhgn", grouped, entries[:, 0]) * scale
     beyond = torch.arange(n, device=q.device) >= lengths[:, None]
-    p = scores.masked_fill(beyond[:, None, None], float("-inf")).softmax(-1)
+    p = softmax(scores.masked_fill(beyond[:, None, None], float("-inf")), sinks)
     # A padded entry may be memory never written: its probability is 0, but 0 x NaN is not.
     values = entries[:, 1].masked_fill(beyond[:, None, :, None], 0.0)
     out.copy_(torch.einsum("rhgn,rhnd->rhgd", p, values).reshape(rows, heads, dim))
     if mass is not None:
         mass[:, :, :n] = torch.where(beyond[:, None], mass[:, :, :n], p.sum(2))
+
+
+def softmax(scores: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+    """Softmax over the last axis of `[..., kv_heads, group, n]`; `sinks` `[heads]`, where there are any, take part."""
+    if sinks is None:
+        return scores.softmax(-1)
+    column = sinks.view(scores.shape[-3], scores.shape[-2], 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
 
 
 def gather(kv: torch.Tensor, table: torch.Tensor | object, n: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 GIB = 1 << 30
+PrefillVariant = Literal["blocked", "full_matrix", "chunked_lossy"]
 
 
 class Budget(BaseModel):
@@ -64,6 +65,8 @@ class EngineConfig(BaseModel):
     max_num_seqs: int = Field(64, ge=1)
     max_prefill_tokens: int = Field(512, ge=1)
     """Prompt tokens computed in one step, over all requests: the chunk."""
+    prefill: PrefillVariant = "blocked"
+    """How a prompt's attention is computed; only `blocked` is for serving, see `kvstudy.engine.attending`."""
     max_model_len: int | None = Field(None, ge=2)
     """Prompt and output together; None takes the model's own limit."""
     max_queue: int = Field(4096, ge=1)

@@ -20,14 +20,16 @@ from typing import Any
 import torch
 
 from kvstudy.engine import attention, kernels, policies, sampling
+from kvstudy.engine.attending import Attending, full_matrix_bytes
 from kvstudy.engine.config import EngineConfig
 from kvstudy.engine.link import Link
-from kvstudy.engine.model import Model
+from kvstudy.engine.model import Layers, Model
 from kvstudy.engine.policies.base import Chunk, Context, Policy, Rows
 from kvstudy.engine.pool import BlockPool
 from kvstudy.engine.request import Request, SamplingParams
 from kvstudy.engine.scheduler import Plan, Scheduler
 from kvstudy.engine.text import Detokenizer
+from kvstudy.engine.windows import Windows
 
 
 @dataclass(slots=True)
@@ -74,26 +76,44 @@ class _Part:
     chunks: list[tuple[Chunk, slice]]
 
 
-class _StepAttention:
-    """The step's `Attend`: hands each segment of the packed batch to its policy."""
+class _Routes:
+    """Who answers for each of the model's layers, and under which number."""
 
-    def __init__(self, parts: list[_Part]) -> None:
+    def __init__(self, layers: Layers) -> None:
+        self.policy = {layer: at for at, layer in enumerate(layers.full)}
+        self.window = {layer: at for at, layer in enumerate(layers.sliding)}
+        # A policy's layer l + 1 is guessed at from the input of the layer right before it, which may be a sliding one.
+        self.input = {layer - 1: at - 1 for layer, at in self.policy.items() if at > 0}
+
+
+class _StepAttention:
+    """The step's `Attend`: hands each segment of the packed batch to its policy, or to the windows."""
+
+    def __init__(self, parts: list[_Part], routes: _Routes, windows: Windows | None) -> None:
         self.parts = parts
+        self.routes = routes
+        self.windows = windows
         self.wants_input = any(part.policy.wants_attention_input and part.rows for part in parts)
 
     def attention_input(self, layer: int, hidden: torch.Tensor) -> None:
+        if (at := self.routes.input.get(layer)) is None:
+            return
         for part in self.parts:
             if part.policy.wants_attention_input and part.rows:
-                part.policy.on_attention_input(layer, hidden[part.rows_at], part.rows)
+                part.policy.on_attention_input(at, hidden[part.rows_at], part.rows)
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        if self.windows is not None and layer in self.routes.window:
+            self.windows.attend(self.routes.window[layer], q, k, v, out)
+            return out
+        number = self.routes.policy[layer]
         for part in self.parts:
             if part.rows:
                 at = part.rows_at
-                part.policy.decode(layer, q[at], k[at], v[at], part.rows, out[at])
+                part.policy.decode(number, q[at], k[at], v[at], part.rows, out[at])
             for chunk, at in part.chunks:
-                part.policy.prefill_chunk(layer, q[at], k[at], v[at], chunk, out[at])
+                part.policy.prefill_chunk(number, q[at], k[at], v[at], chunk, out[at])
         return out
 
 
@@ -121,20 +141,27 @@ class Engine:
         self.device_pool = self._pool("device", config.kv_memory_bytes, self.model.device)
         self.host_pool = self._pool("host", config.host_kv_memory_bytes, torch.device("cpu"))
         self.link = Link(config.link_gbps)
+        layers = self.model.layers
+        self.routes = _Routes(layers)
+        self.windows: Windows | None = None
+        if layers.sliding:
+            sinks = [layers.sinks[layer] for layer in layers.sliding]
+            self.windows = Windows(self.device_pool, layers.window, geometry.scale, sinks)
         self.context = context = Context(
             geometry=geometry,
             budget=config.budget,
             device_pool=self.device_pool,
             host_pool=self.host_pool,
             link=self.link,
-            attention_module=self.model.attention_modules.__getitem__,
+            attention_module=self.model.full_attention,
             rotate=self.model.rotate,
             project_q=self.model.project_q,
+            attending=Attending(geometry.scale, [layers.sinks[layer] for layer in layers.full], config.prefill),
             model_dir=str(config.model_dir),
             threads=torch.get_num_threads(),
         )
         self.policies = {name: policies.create(name, context, options) for name, options in wanted.items()}
-        self.scheduler = Scheduler(config, self.policies, self.device_pool, self.host_pool)
+        self.scheduler = Scheduler(config, self.policies, self.windows, self.device_pool, self.host_pool)
         self.max_model_len = min(config.max_model_len or geometry.max_positions, geometry.max_positions)
         self.vocab_size: int = self.model.config.vocab_size
         self.counters = Counters()
@@ -221,8 +248,10 @@ class Engine:
         parts, ids, positions = self._pack(plan)
         for part in parts:
             part.policy.begin_step(part.rows, [chunk for chunk, _ in part.chunks])
+        if self.windows is not None:
+            self._begin_windows(self.windows, parts)
         sampled, keep = _sampled(parts)
-        logits = self.model.forward(ids, positions, _StepAttention(parts), keep)
+        logits = self.model.forward(ids, positions, _StepAttention(parts, self.routes, self.windows), keep)
         for part in parts:
             part.policy.end_step(part.rows, [chunk for chunk, _ in part.chunks])
         self._advance(parts)
@@ -262,6 +291,12 @@ class Engine:
                 positions += range(chunk.start, chunk.stop)
             parts.append(part)
         return parts, torch.tensor(ids, device=device), torch.tensor(positions, device=device)
+
+    @staticmethod
+    def _begin_windows(windows: Windows, parts: list[_Part]) -> None:
+        requests = [request for part in parts for request in part.rows.requests]
+        at = [i for part in parts for i in range(part.rows_at.start, part.rows_at.stop)]
+        windows.begin_step(requests, at, [placed for part in parts for placed in part.chunks])
 
     def _advance(self, parts: list[_Part]) -> None:
         for part in parts:
@@ -310,6 +345,9 @@ class Engine:
         self.counters.generation_tokens += sampled
         longest = max((chunk.stop for chunk in plan.chunks), default=0)
         used = self.model.workspace_bytes(tokens, sampled, longest)
+        if self.config.prefill == "full_matrix" and longest:
+            g = self.model.geometry
+            used += full_matrix_bytes(longest, g.heads, g.head_dim, g.dtype.itemsize)
         self.counters.workspace_peak_bytes = max(self.counters.workspace_peak_bytes, used)
 
     # -- in-process use

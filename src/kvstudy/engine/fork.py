@@ -57,7 +57,7 @@ class Reader(Full):
         if chunk.start:
             keys, values = attention.gather(kv, read.table.blocks[layer], chunk.stop)
         lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
-        attention.prefill(q, keys, values, chunk.start, self.geometry.scale, out, lse)
+        self.context.attending.prefill(layer, q, keys, values, chunk.start, out, lse)
         for policy in self.counting:
             policy.count_chunk(read.statistics[policy.counts()], layer, q, k, keys, lse, chunk)
 
@@ -114,6 +114,8 @@ class Branches:
         if not engine.scheduler.promise(request):
             raise RequestTooLarge(f"a prompt of {len(read.prompt)} tokens does not fit the pools now, with {label!r}")
         self.policy(label).adopt(request, read.kv)
+        if engine.windows is not None:
+            engine.windows.adopt(request, read)
         request.status = Status.RUNNING
         request.computed = len(read.prompt)
         engine.scheduler.running.append(request)

@@ -12,6 +12,7 @@ knows.
 from __future__ import annotations
 
 import gc
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -19,8 +20,10 @@ import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from kvstudy.engine import fused
+from kvstudy.engine.attending import Attending
 from kvstudy.engine.config import EngineConfig
 from kvstudy.engine.policies.base import Geometry
+from kvstudy.engine.windows import windowed
 
 
 class Attend(Protocol):
@@ -39,10 +42,54 @@ class ModelMissing(FileNotFoundError):
     """There is no model in the folder; the message says what is missing."""
 
 
+class ModelUnsupported(ValueError):
+    """The model does something that this engine does not; the message says what."""
+
+
+@dataclass(slots=True)
+class Layers:
+    """The model's layers by what they attend to. Policies and `windows.Windows` each count their own from 0."""
+
+    full: list[int]
+    sliding: list[int]
+    window: int
+    """Tokens that a sliding layer sees, the current one included; 0 where there is no such layer."""
+    sinks: list[torch.Tensor | None]
+    """Of every layer: float32 [heads], or None."""
+
+
 class _Probe:
     """An `Attend` that learns how the library calls: head counts come from the shapes."""
 
     wants_input = False
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+        self.windows: dict[int, int | None] = {}
+        self.sinks: dict[int, torch.Tensor | None] = {}
+
+    def see(self, layer: int, scale: float, given: dict[str, Any]) -> None:
+        """Note what a layer's call says beside q, k and v. Raises `ModelUnsupported` for what we cannot do."""
+        if given.get("softcap"):
+            raise ModelUnsupported("this model caps its attention scores (softcap): it is not supported")
+        self.scale = scale
+        self.windows[layer] = given.get("sliding_window")
+        sinks = given.get("s_aux")
+        self.sinks[layer] = None if sinks is None else sinks.detach().float()
+
+    def layers(self, max_positions: int) -> Layers:
+        """What was seen, in order. Raises `ModelUnsupported` where windows differ."""
+        windows = {layer: w for layer, w in self.windows.items() if w is not None and w < max_positions}
+        if len(set(windows.values())) > 1:
+            raise ModelUnsupported("this model's layers have sliding windows of different sizes: it is not supported")
+        if len(windows) == len(self.windows):
+            raise ModelUnsupported("every layer of this model has a sliding window: there is nothing for a policy")
+        return Layers(
+            full=[layer for layer in sorted(self.windows) if layer not in windows],
+            sliding=sorted(windows),
+            window=next(iter(windows.values()), 0),
+            sinks=[self.sinks[layer] for layer in sorted(self.sinks)],
+        )
 
     def attention_input(self, layer: int, hidden: torch.Tensor) -> None:
         pass
@@ -63,7 +110,9 @@ def _attention(
 ) -> tuple[torch.Tensor, None]:
     """Registered with the library as `kvstudy`: q `[1, heads, T, d]` -> `[1, T, heads, d]`."""
     model: Model = module.kvstudy  # type: ignore[assignment]
-    model.scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if isinstance(model.attend, _Probe):
+        scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+        model.attend.see(module.layer_idx, scale, kwargs)  # type: ignore[arg-type]
     out = model.attend(
         module.layer_idx,  # type: ignore[arg-type]
         query[0].transpose(0, 1),
@@ -85,10 +134,9 @@ class Model:
         self.lm = _load(config, self.dtype).to(self.device).eval().requires_grad_(False)
         self.config = self.lm.config
         self.attention_modules = self._find_attention()
-        self.scale = 1.0
         self.attend: Attend = _Probe()
         self.fused: fused.Llama | None = None
-        self.geometry = self._probe()
+        self.geometry, self.layers = self._probe()
         self.eos_ids = _eos_ids(config.model_dir, self.config)
         if config.use_kernels:
             self.fused = fused.build(self.lm, self.geometry)
@@ -132,12 +180,31 @@ class Model:
             return x
         cos, sin = (t[0][:, None] for t in rotary(x, position_ids=positions[None]))
         half = x.shape[-1] // 2
+        if cos.shape[-1] == half:  # GPT-OSS gives each angle once
+            cos, sin = (torch.cat((t, t), dim=-1) for t in (cos, sin))
         turned: torch.Tensor = x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
         return turned
 
+    def full_attention(self, layer: int) -> torch.nn.Module:
+        """The library's attention module of a full-attention layer, counted as policies count."""
+        return self.attention_modules[self.layers.full[layer]]
+
+    def attend_alone(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """A layer's own attention over one whole sequence that no policy touches; arguments as `Attend` has them."""
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        keys, values, scale = k.transpose(0, 1), v.transpose(0, 1), self.geometry.scale
+        if layer in self.layers.sliding:
+            windowed(q, keys, values, self.layers.window, scale, out, self.layers.sinks[layer])
+        else:
+            Attending(scale, self.layers.sinks).prefill(layer, q, keys, values, 0, out)
+        return out
+
     def project_q(self, layer: int, hidden: torch.Tensor) -> torch.Tensor:
-        """A layer's queries from an attention input `[T, hidden]`: with bias and the model's scaling, not rotated."""
-        module: Any = self.attention_modules[layer]
+        """A full-attention layer's queries from an attention input `[T, hidden]`.
+
+        With bias and the model's scaling, not rotated.
+        """
+        module: Any = self.full_attention(layer)
         q: torch.Tensor = module.q_proj(hidden)
         if self.geometry.scale == 1.0:
             q = q * getattr(module, "scaling", 1.0)
@@ -147,29 +214,31 @@ class Model:
         found = [m for m in self.lm.modules() if hasattr(m, "q_proj") and hasattr(m, "layer_idx")]
         found.sort(key=lambda m: m.layer_idx)
         if len(found) != self.config.num_hidden_layers:
-            raise ValueError(
+            raise ModelUnsupported(
                 f"{type(self.lm).__name__}: no attention layers with q_proj found; this model is not supported"
             )
         for module in found:
             module.kvstudy = self  # type: ignore[assignment]
         return found
 
-    def _probe(self) -> Geometry:
-        """Run one token through, to see shapes and scale as the library itself gives them."""
+    def _probe(self) -> tuple[Geometry, Layers]:
+        """Run one token through, to see shapes, scale, windows and sinks as the library itself gives them."""
         one = torch.zeros(1, dtype=torch.int64, device=self.device)
         probe = _Probe()
         self.forward(one, one, probe, one)
-        return Geometry(
-            layers=self.config.num_hidden_layers,
+        layers = probe.layers(self.config.max_position_embeddings)
+        geometry = Geometry(
+            layers=len(layers.full),
             heads=probe.heads,
             kv_heads=probe.kv_heads,
             head_dim=probe.head_dim,
             hidden_size=self.config.hidden_size,
             max_positions=self.config.max_position_embeddings,
-            scale=self.scale,
+            scale=probe.scale,
             dtype=self.dtype,
             device=self.device,
         )
+        return geometry, layers
 
     def _input_hook(self, layer: int) -> Any:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -60,6 +60,8 @@ class Request:
     """`stop`, `length`, or `abort`."""
     kv: Any = None
     """The policy's state of this request; nobody else looks into it."""
+    window_kv: Any = None
+    """Its ring in each sliding-window layer; None in models without."""
     reserved: tuple[int, int] = (0, 0)
     """Bytes promised now, on the device and on the host."""
     text: Detokenizer | None = None

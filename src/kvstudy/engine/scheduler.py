@@ -12,9 +12,10 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from kvstudy.engine.config import EngineConfig
-from kvstudy.engine.policies.base import Chunk, Policy
+from kvstudy.engine.policies.base import Chunk, Policy, Reservation
 from kvstudy.engine.pool import BlockPool
 from kvstudy.engine.request import Request, Status
+from kvstudy.engine.windows import Windows
 
 
 class RequestTooLarge(ValueError):
@@ -37,10 +38,16 @@ class Scheduler:
     """Holds the queue and the running requests; moves requests between them, and their promises with them."""
 
     def __init__(
-        self, config: EngineConfig, policies: dict[str, Policy], device_pool: BlockPool, host_pool: BlockPool
+        self,
+        config: EngineConfig,
+        policies: dict[str, Policy],
+        windows: Windows | None,
+        device_pool: BlockPool,
+        host_pool: BlockPool,
     ) -> None:
         self.config = config
         self.policies = policies
+        self.windows = windows
         self.device_pool = device_pool
         self.host_pool = host_pool
         self.waiting: deque[Request] = deque()
@@ -49,7 +56,7 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raises `RequestTooLarge` for a request that could never run."""
-        need = self.policies[request.policy].reserve(request.prompt_tokens, request.params.max_tokens)
+        need = self._need(request)
         for pool, nbytes in ((self.device_pool, need.device_peak_bytes), (self.host_pool, need.host_bytes)):
             if nbytes > pool.usable_bytes:
                 asked = f"{request.prompt_tokens} prompt and {request.params.max_tokens} output tokens"
@@ -57,6 +64,15 @@ class Scheduler:
                     f"{asked} need {nbytes:,} bytes of {pool.tier} KV memory with policy {request.policy!r}; "
                     f"the pool has {pool.usable_bytes:,}"
                 )
+
+    def _need(self, request: Request) -> Reservation:
+        """What the policy and the sliding-window layers need for a request."""
+        size = (request.prompt_tokens, request.params.max_tokens)
+        need = self.policies[request.policy].reserve(*size)
+        if self.windows is None:
+            return need
+        rings = self.windows.bytes_for(*size)
+        return Reservation(need.device_prefill_bytes + rings, need.device_bytes + rings, need.host_bytes)
 
     def add(self, request: Request) -> None:
         """Queue a request that `check` has passed."""
@@ -92,10 +108,12 @@ class Scheduler:
         return plan
 
     def _chunk(self, plan: Plan, request: Request, most: int) -> int:
-        length = min(most, request.prompt_tokens - request.computed)
-        last = request.computed + length == request.prompt_tokens
-        plan.chunks.append(Chunk(request, request.computed, length, last))
-        return length
+        """Plan a part of a prompt; returns how much of `most` it uses up."""
+        length = left = request.prompt_tokens - request.computed
+        if self.config.prefill != "full_matrix":  # its prompts are computed whole, one by one
+            length = min(most, left)
+        plan.chunks.append(Chunk(request, request.computed, length, length == left))
+        return min(most, length) if self.config.prefill != "full_matrix" else most
 
     def _admit(self) -> Request | None:
         """Move the head of the queue to the running requests, if its promise can be made; nobody overtakes it."""
@@ -107,12 +125,14 @@ class Scheduler:
         self.waiting.popleft()
         request.status = Status.RUNNING
         self.policies[request.policy].open(request)
+        if self.windows is not None:
+            self.windows.open(request)
         self.running.append(request)
         return request
 
     def promise(self, request: Request) -> bool:
         """Promise a request what it needs; False, and nothing promised, where the pools do not have it now."""
-        need = self.policies[request.policy].reserve(request.prompt_tokens, request.params.max_tokens)
+        need = self._need(request)
         if not self.device_pool.reserve(need.device_peak_bytes):
             return False
         if not self.host_pool.reserve(need.host_bytes):
@@ -123,7 +143,7 @@ class Scheduler:
 
     def prompt_done(self, request: Request) -> None:
         """Take back what was promised for the prompt alone."""
-        need = self.policies[request.policy].reserve(request.prompt_tokens, request.params.max_tokens)
+        need = self._need(request)
         self.device_pool.unreserve(request.reserved[0] - need.device_bytes)
         request.reserved = (need.device_bytes, need.host_bytes)
 
@@ -132,6 +152,8 @@ class Scheduler:
         if request.status is Status.RUNNING:
             self.running.remove(request)
             self.policies[request.policy].close(request)
+            if self.windows is not None:
+                self.windows.close(request)
             self.device_pool.unreserve(request.reserved[0])
             self.host_pool.unreserve(request.reserved[1])
             request.reserved = (0, 0)

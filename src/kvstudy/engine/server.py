@@ -42,7 +42,7 @@ def main(argv: list[str] | None = None) -> int:
 
     try:
         api.serve(config, listener)
-    except (api.ModelMissing, api.UnknownPolicy, api.WrongOptions) as error:
+    except (api.ModelMissing, api.ModelUnsupported, api.UnknownPolicy, api.WrongOptions) as error:
         return _refuse(str(error))
     except api.EngineFailed as error:
         _refuse(str(error))

@@ -80,7 +80,6 @@ def skew_from_queries(queries: Sequence[Tensor], kv_heads: int) -> Tensor:
 
 def calibrate(model_dir: Path, ids: Sequence[int], dtype: str = "float32") -> Tensor:
     """Run `ids` through the model and skew every layer: float32 [layers, kv_heads, head_dim, head_dim]."""
-    from kvstudy.engine import attention
     from kvstudy.engine.config import EngineConfig
     from kvstudy.engine.model import Model
 
@@ -95,10 +94,9 @@ def calibrate(model_dir: Path, ids: Sequence[int], dtype: str = "float32") -> Te
             pass
 
         def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            queries.append(q.transpose(0, 1).float())
-            out = torch.empty(q.shape, dtype=q.dtype)
-            attention.prefill(q, k.transpose(0, 1), v.transpose(0, 1), 0, geometry.scale, out)
-            return out
+            if layer in model.layers.full:
+                queries.append(q.transpose(0, 1).float())
+            return model.attend_alone(layer, q, k, v)
 
     ids = list(ids)[: geometry.max_positions]
     tokens = torch.tensor(ids)

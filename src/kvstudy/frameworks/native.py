@@ -40,6 +40,7 @@ def engine_config(launch: Launch, port: int) -> dict[str, Any]:
         "scheduler": framework.scheduler,
         "max_num_seqs": framework.max_num_seqs,
         "max_prefill_tokens": framework.max_prefill_tokens,
+        "prefill": framework.prefill,
         "max_model_len": launch.max_model_len,
         "cores": list(deployment.hardware.server_cores),
         "link_gbps": deployment.hardware.link_gbps,

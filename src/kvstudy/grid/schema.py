@@ -392,6 +392,9 @@ class _Native(Strict):
     scheduler: Literal["continuous", "static"] = "continuous"
     max_num_seqs: PositiveInt = 64
     max_prefill_tokens: PositiveInt = 512
+    #: Only `blocked` is for serving. The others exist to test the paper's claims C11 to C13: `full_matrix` writes the
+    #: prompt's whole matrix of scores out, `chunked_lossy` loses attention across chunks of `max_prefill_tokens`.
+    prefill: Literal["blocked", "full_matrix", "chunked_lossy"] = "blocked"
     block_size: PositiveInt = 32
     bring_up_s: PositiveFloat = Field(default=300.0)
 

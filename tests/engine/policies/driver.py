@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvstudy.engine import policies
+from kvstudy.engine.attending import Attending
 from kvstudy.engine.config import Budget
 from kvstudy.engine.link import Link
 from kvstudy.engine.policies.base import Chunk, Context, Geometry, Policy, Rows
@@ -68,6 +69,7 @@ class Driver:
             link=self.link,
             attention_module=lambda layer: torch.nn.Identity(),
             rotate=lambda x, positions: x,
+            attending=Attending(geometry.scale, [None] * self.layers),
             project_q=lambda layer, hidden: (hidden @ self.project[layer]).view(len(hidden), self.heads, self.head_dim),
         )
         self.policy: Policy = policies.create(self.policy_name, self.context, self.options)

@@ -44,6 +44,7 @@ import numpy as np
 import torch
 from pydantic import BaseModel, ConfigDict
 
+from kvstudy.engine.attending import Attending
 from kvstudy.engine.config import Budget
 from kvstudy.engine.link import Link
 from kvstudy.engine.pool import BlockPool, BlockTable
@@ -91,7 +92,7 @@ class Chunk:
 
 @dataclass(slots=True)
 class Geometry:
-    """The model as a policy sees it."""
+    """The model as a policy sees it: of its layers those with full attention, counted from 0."""
 
     layers: int
     heads: int
@@ -129,6 +130,8 @@ class Context:
     """`project_q(layer, hidden)`: the layer's queries [tokens, heads, head_dim] from an attention input
     [tokens, hidden], bias and the model's own scaling of q included, not rotated.
     """
+    attending: Attending
+    """The exact attention of a layer; policies go through it, so that sinks and prefill variants are theirs too."""
     model_dir: str = ""
     threads: int = 1
 

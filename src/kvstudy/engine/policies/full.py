@@ -71,7 +71,7 @@ class Full(Policy):
     ) -> None:
         kv = self.context.device_pool.kv
         attention.store(kv, self.slots[layer], k, v)
-        attention.decode(q, kv, self.tables[layer], self.lengths, self.geometry.scale, out)
+        self.context.attending.decode(layer, q, kv, self.tables[layer], self.lengths, out)
 
     def prefill_chunk(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: Chunk, out: torch.Tensor
@@ -81,7 +81,7 @@ class Full(Policy):
         keys, values = k.transpose(0, 1), v.transpose(0, 1)
         if chunk.start:
             keys, values = attention.gather(kv, chunk.request.kv.table.blocks[layer], chunk.stop)
-        attention.prefill(q, keys, values, chunk.start, self.geometry.scale, out)
+        self.context.attending.prefill(layer, q, keys, values, chunk.start, out)
 
     def end_step(self, rows: Rows, chunks: list[Chunk]) -> None:
         if rows:

@@ -290,21 +290,21 @@ class H2O(Policy):
                 self._decode_masked(layer, q[row], request.kv, out[row])
             return
         mass = None if self.off or self.batch is None else self.batch.mass[layer]
-        attention.decode(q, kv, self.tables[layer], self.lengths, self.geometry.scale, out, mass)
+        self.context.attending.decode(layer, q, kv, self.tables[layer], self.lengths, out, mass)
 
     def prefill_chunk(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, chunk: Chunk, out: torch.Tensor
     ) -> None:
-        kv, state = self.context.device_pool.kv, chunk.request.kv
+        kv, state, attending = self.context.device_pool.kv, chunk.request.kv, self.context.attending
         attention.store(kv, self.chunk_slots[id(chunk)][layer], k, v)
         keys, values = k.transpose(0, 1), v.transpose(0, 1)
         if chunk.start:
             keys, values = attention.gather(kv, state.table.blocks[layer], chunk.stop)
         if self.off:
-            attention.prefill(q, keys, values, chunk.start, self.geometry.scale, out)
+            attending.prefill(layer, q, keys, values, chunk.start, out)
         else:
             lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
-            attention.prefill(q, keys, values, chunk.start, self.geometry.scale, out, lse)
+            attending.prefill(layer, q, keys, values, chunk.start, out, lse)
             self.count_chunk(state.scores, layer, q, k, keys, lse, chunk)
         if chunk.last:
             self._end_of_prompt(layer, state, chunk.stop)
@@ -326,7 +326,7 @@ class H2O(Policy):
         lse: torch.Tensor,
         chunk: Chunk,
     ) -> None:
-        into[layer, :, : chunk.stop] += attention.column_sums(q, keys, lse, chunk.start, self.geometry.scale)
+        into[layer, :, : chunk.stop] += self.context.attending.column_sums(q, keys, lse, chunk.start)
 
     def adopt(self, request: Request, prompt: Prompt) -> None:
         self.open(request)
@@ -379,7 +379,8 @@ class H2O(Policy):
         k, v = attention.gather(self.context.device_pool.kv, state.table.blocks[layer], state.size)
         rule, mask = state.masked[layer]
         logits = torch.einsum("hgd,hnd->hgn", q.view(g.kv_heads, g.group, g.head_dim).float(), k.float()) * g.scale
-        probs = logits.masked_fill(~mask[:, None], torch.finfo(torch.float32).min).softmax(dim=-1)
+        hidden = logits.masked_fill(~mask[:, None], torch.finfo(torch.float32).min)
+        probs = attention.softmax(hidden, self.context.attending.sinks[layer])
         out.copy_(torch.einsum("hgn,hnd->hgd", probs, v.float()).reshape(out.shape))
         state.masked[layer] = (rule, rule.update(probs.sum(dim=1)))
 

@@ -394,7 +394,7 @@ class InfiniGen(Policy):
             attention.store(kv, near_slots[layer], k, v)
             if chunk.start:
                 keys, values = attention.gather(kv, state.near.blocks[layer], chunk.stop)
-            attention.prefill(q, keys, values, chunk.start, self.geometry.scale, out)
+            self.context.attending.prefill(layer, q, keys, values, chunk.start, out)
             return
         assert far_slots is not None
         at = layer - WHOLE_LAYERS
@@ -405,7 +405,7 @@ class InfiniGen(Policy):
             due = link.start(chunk.start * host.entry_bytes, "h2d")
             keys, values = (x.to(q.device) for x in attention.gather(host.kv, state.far.blocks[at], chunk.stop))
             link.wait(due)
-        attention.prefill(q, keys, values, chunk.start, self.geometry.scale, out)
+        self.context.attending.prefill(layer, q, keys, values, chunk.start, out)
         state.magnitudes[at] += self._magnitudes(at, q, k)
         if chunk.last:
             self._end_of_prompt(at, chunk.request, keys)
@@ -559,18 +559,18 @@ class InfiniGen(Policy):
     def decode(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rows: Rows, out: torch.Tensor
     ) -> None:
-        scale = self.geometry.scale
+        attending = self.context.attending
         if self.off or layer < WHOLE_LAYERS:
             kv = self.context.device_pool.kv
             attention.store(kv, self.near_slots[layer], k, v)
-            attention.decode(q, kv, self.near_tables[layer], self.near_lengths, scale, out)
+            attending.decode(layer, q, kv, self.near_tables[layer], self.near_lengths, out)
             return
         numbers, buffer, staged = self.fetched.pop(layer)
         self.staging.wait(buffer)
         staged[self.row_index, 0, :, numbers] = k
         staged[self.row_index, 1, :, numbers] = v
         self.new_k[layer - WHOLE_LAYERS], self.new_v[layer - WHOLE_LAYERS] = k, v
-        attention.decode(q, staged, self.row_blocks, (numbers + 1).int(), scale, out)
+        attending.decode(layer, q, staged, self.row_blocks, (numbers + 1).int(), out)
 
     def end_step(self, rows: Rows, chunks: list[Chunk]) -> None:
         if not rows:
