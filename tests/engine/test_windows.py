@@ -18,7 +18,9 @@ from transformers import (
     Qwen2ForCausalLM,
 )
 
+from kvstudy.engine.config import Budget
 from kvstudy.engine.core import Engine
+from kvstudy.engine.fork import Branches
 from kvstudy.engine.request import SamplingParams
 from kvstudy.engine.skew import calibrate
 from kvstudy.engine.windows import windowed
@@ -45,6 +47,7 @@ POLICIES: list[tuple[str, dict[str, Any]]] = [
     ("h2o", {}),
     ("h2o", {"rule": "masked"}),
     ("infinigen", {"skew": "none"}),
+    ("random", {}),
 ]
 
 
@@ -120,7 +123,7 @@ def test_policies_act_on_full_attention_layers_only(
     assert rings.lengths.tolist() == [WINDOW] * 4
     held = engine.device_pool.live_bytes - WINDOW * 4 * ENTRY
     # Three decode steps: H2O keeps 9 between steps and the new one; InfiniGen two whole layers; masked all.
-    entries = {"streaming": 4 * 10, "h2o": 4 * 10, "infinigen": 2 * 43}[policy]
+    entries = {"streaming": 4 * 10, "h2o": 4 * 10, "infinigen": 2 * 43, "random": 4 * 10}[policy]
     assert held == (4 * 43 if options.get("rule") == "masked" else entries) * ENTRY
     counted = engine.policies[policy].counted
     assert counted.attended.shape == (4, 2)
@@ -142,6 +145,19 @@ def test_a_smaller_budget_is_seen_in_the_logits(gpt_oss: Path, engine_of: Make) 
         seen.append(torch.stack(engine.generate([random_prompt(60)], params)[0].logits))
     assert torch.equal(seen[0][0], seen[1][0])  # the prompt is read whole
     assert (seen[0][1:] - seen[1][1:]).abs().max() > 0.01
+
+
+def test_a_fork_takes_the_windows_along(gpt_oss: Path, engine_of: Make) -> None:
+    params = SamplingParams(max_tokens=8, ignore_eos=True)
+    served = engine_of(model_dir=gpt_oss, policy="h2o", budget={"share": 0.3}).generate([random_prompt(30)], params)[0]
+    engine = engine_of(model_dir=gpt_oss)
+    branches = Branches(engine, {"h2o": ("h2o", {}, Budget(share=0.3))})
+    with branches.read(random_prompt(30)) as read:
+        forked = branches.fork(read, "h2o", params)
+        while engine.has_work():
+            engine.step()
+    assert forked.output == served.output
+    assert (engine.device_pool.live_bytes, engine.device_pool.reserved_bytes) == (0, 0)
 
 
 def test_windows_without_sinks_are_transformers(qwen2: Path, engine_of: Make) -> None:

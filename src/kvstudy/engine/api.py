@@ -59,6 +59,7 @@ __all__ = ["EngineFailed", "ModelMissing", "ModelUnsupported", "UnknownPolicy", 
 class EngineFailed(RuntimeError):
     """The engine ended while it served; the message says why, in one line."""
 
+
 class StreamOptions(BaseModel):
     include_usage: bool = False
     continuous_usage_stats: bool = False
