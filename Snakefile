@@ -15,6 +15,7 @@ include: "workflow/rules/plan.smk"
 include: "workflow/rules/models.smk"
 include: "workflow/rules/environments.smk"
 include: "workflow/rules/measure.smk"
+include: "workflow/rules/quality.smk"
 include: "workflow/rules/analyse.smk"
 include: "workflow/rules/report.smk"
 include: "workflow/rules/track.smk"
@@ -26,5 +27,6 @@ rule all:
         # Markers are named though the report needs them anyway: snakemake does not make a missing file again
         # that stands between two that are there.
         rules.analyse.input.visits,
+        rules.analyse.input.quality,
         rules.report.input,
         rules.track.input,

@@ -2,6 +2,7 @@
 
     kvstudy grid study=quick            the cells of a study, and what is left out
     kvstudy measure study=quick         measure what is missing (kvstudy measure --visit FILE: one visit)
+    kvstudy quality study=quick         score what is missing: what each budget costs in quality
     kvstudy analyse | track | report study=quick
     kvstudy serve framework=full model=smollm2-135m-instruct --port 8000
     kvstudy recommend --cells results/quick/cells.parquet --model NAME --context N --rate R --kv-memory MIB
@@ -152,6 +153,33 @@ def measure(argv: list[str]) -> int | None:
     return worst
 
 
+def quality(argv: list[str]) -> int | None:
+    """Score one quality visit (--visit FILE), or every one of a study that is not done."""
+    quality_main = _stage("kvstudy.quality.run")
+    if any(arg == "--visit" or arg.startswith("--visit=") for arg in argv):
+        return quality_main(argv)
+    options = _study_parser("quality", "Score every quality cell of a study that is not whole.").parse_intermixed_args(
+        argv
+    )
+    plan = _plan(options)
+    layout = Layout(options.results)
+    if not plan.quality:
+        print(f"{plan.name} asks for no quality: name one, quality=NAME (conf/quality)")
+    worst = 0
+    for visit in plan.quality:
+        marker = layout.quality_marker(plan.name, visit.id)
+        if marker.is_file():
+            continue
+        freeze: list[str] = []
+        for cell in visit.cells:
+            freeze = _ensure_ready(cell.deployment, options.results) or freeze
+        where = ["--visit", str(layout.quality_visit(plan.name, visit.id)), "--results", str(options.results)]
+        worst = max(worst, quality_main([*where, "--marker", str(marker), *freeze]) or 0)
+        if worst == INTERRUPTED:
+            break
+    return worst
+
+
 def serve(argv: list[str]) -> int | None:
     """Bring one deployment up in the foreground: --visit FILE, or overrides that leave one."""
     serve_main = _stage("kvstudy.frameworks.serve")
@@ -259,6 +287,7 @@ COMMANDS: dict[str, tuple[Main, str]] = {
     "environment": (_stage("kvstudy.frameworks.environments"), "build a framework's environment"),
     "serve": (serve, "bring one deployment up and leave it running"),
     "measure": (measure, "measure what is missing"),
+    "quality": (quality, "score what is missing: perplexity, divergence, retention, tasks"),
     "analyse": (
         _with_study("kvstudy.analysis.run", "analyse", lambda lay, name: lay.study(name) / "cells.parquet"),
         "cells -> one tidy table",

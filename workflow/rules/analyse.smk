@@ -5,6 +5,7 @@ rule analyse:
     input:
         plan=f"{RESULTS}/plan/{STUDY}/plan.json",
         visits=[str(LAYOUT.marker(STUDY, visit)) for visit in VISITS],
+        quality=[str(LAYOUT.quality_marker(STUDY, visit)) for visit in QUALITY],
         claims=sorted(map(str, Path("conf/claims").glob("*.yaml"))),
     output:
         cells=f"{RESULTS}/{STUDY}/cells.parquet",
@@ -14,6 +15,8 @@ rule analyse:
             category="Tables",
             labels={"table": "all cells"},
         ),
+        quality=f"{RESULTS}/{STUDY}/quality.parquet",
+        quality_csv=f"{RESULTS}/{STUDY}/quality.csv",
         points=f"{RESULTS}/{STUDY}/points.csv",
         attribution=f"{RESULTS}/{STUDY}/attribution.csv",
         claims=f"{RESULTS}/{STUDY}/claims.json",

@@ -26,12 +26,14 @@ except ConfigError as error:
 
 STUDY = PLAN.name
 VISITS = {visit.id: visit for visit in PLAN.visits}
+QUALITY = {visit.id: visit for visit in PLAN.quality}
 VISIT_OF_CELL = {cell.cell_id: visit for visit in PLAN.visits for cell in visit.cells}
 
 
 wildcard_constraints:
     visit="[a-z0-9][a-z0-9._-]*-[0-9a-f]{10}",
     cell="[a-z0-9][a-z0-9._-]*-[0-9a-f]{10}",
+    quality="[a-z0-9][a-z0-9._-]*-[0-9a-f]{10}",
     model="[a-z0-9][a-z0-9.-]*-[0-9a-f]{10}",
 
 
@@ -58,6 +60,11 @@ def results_folder(wildcards):
 def study_folder(wildcards):
     """The folder of the study's view."""
     return f"{RESULTS}/{STUDY}"
+
+
+def of_deployments(cells, one):
+    """The files that `one` names of each cell's deployment, each once."""
+    return sorted({path for cell in cells for path in one(cell.deployment)})
 
 
 def environment_freeze(deployment):

@@ -31,6 +31,7 @@ class Plan:
     question: str
     cells: tuple[PlannedCell, ...]
     left_out: tuple[dict[str, str], ...] = field(default=())
+    quality: tuple[PlannedCell, ...] = ()
 
 
 def read_plan(path: Path) -> Plan:
@@ -44,9 +45,12 @@ def read_plan(path: Path) -> Plan:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         study = raw["study"]
-        cells = tuple(
-            PlannedCell(id=c["id"], deployment=c["deployment"], visit=c.get("visit", ""), config=c["config"])
-            for c in raw["cells"]
+        cells, quality = (
+            tuple(
+                PlannedCell(id=c["id"], deployment=c["deployment"], visit=c.get("visit", ""), config=c["config"])
+                for c in raw.get(name, ())
+            )
+            for name in ("cells", "quality")
         )
         return Plan(
             name=study["name"],
@@ -54,6 +58,7 @@ def read_plan(path: Path) -> Plan:
             question=study.get("question", ""),
             cells=cells,
             left_out=tuple(raw.get("left_out", ())),
+            quality=quality,
         )
     except FileNotFoundError:
         raise AnalysisError(f"no plan at {path}; make it with `kvstudy grid study=<name>`") from None

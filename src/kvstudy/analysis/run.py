@@ -1,4 +1,4 @@
-"""`kvstudy analyse`: plan + store -> cells.parquet, cells.csv, points.csv, attribution.csv, claims.json.
+"""`kvstudy analyse`: plan + store -> cells, quality (parquet and csv), points.csv, attribution.csv, claims.json.
 
 Deterministic: the same plan and store give the same bytes, so a workflow does not redo what follows.
 """
@@ -12,6 +12,7 @@ from pathlib import Path
 from kvstudy.analysis.attribution import attribute
 from kvstudy.analysis.claims import as_json, decide_all, read_claims
 from kvstudy.analysis.plan import AnalysisError, read_plan
+from kvstudy.analysis.quality import QUALITY, build_quality
 from kvstudy.analysis.replicates import points
 from kvstudy.analysis.table import build, missing
 from kvstudy.grid.store import write_json
@@ -41,6 +42,9 @@ def main(argv: list[str] | None = None) -> int:
         out.parent.mkdir(parents=True, exist_ok=True)
         table.to_parquet(out, index=False)
         table.to_csv(out.with_name("cells.csv"), index=False)
+        quality = build_quality(plan, options.results)
+        quality.to_parquet(out.with_name(QUALITY), index=False)
+        quality.to_csv(out.with_name(QUALITY).with_suffix(".csv"), index=False)
         points(table).to_csv(out.with_name("points.csv"), index=False)
         if not options.no_attribution:
             attribute(table, options.results).to_csv(out.with_name("attribution.csv"), index=False)
@@ -51,7 +55,8 @@ def main(argv: list[str] | None = None) -> int:
         return 2
     absent = missing(table)
     measured = len(table) - len(absent)
-    print(f"{plan.name}: {measured} of {len(table)} cells measured, {len(plan.left_out)} left out -> {out}")
+    scored = f", {quality['cell'].nunique()} of {len(plan.quality)} scored" if plan.quality else ""
+    print(f"{plan.name}: {measured} of {len(table)} cells measured{scored}, {len(plan.left_out)} left out -> {out}")
     for cell in absent[:20]:
         print(f"  not measured: {cell}")
     if len(absent) > 20:

@@ -313,10 +313,11 @@ class Engine:
         """Give each request its next token; ends those that are done."""
         outputs = []
         for request, token in zip(requests, tokens, strict=True):
+            forced = request.forced_token is not None
             request.output.append(token)
             params = request.params
             reason = None
-            if token in self.model.eos_ids and not params.ignore_eos and params.forced_tokens is None:
+            if token in self.model.eos_ids and not params.ignore_eos and not forced:
                 reason = "stop"
             elif len(request.output) >= params.max_tokens:
                 reason = "length"

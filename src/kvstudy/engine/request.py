@@ -28,7 +28,7 @@ class SamplingParams:
     logprobs: int | None = None
     """Report each token's log probability and those of this many best; None reports none."""
     forced_tokens: tuple[int, ...] | None = None
-    """Teacher forcing: these are the output, whatever the logits say."""
+    """Teacher forcing: the output begins with these, whatever the logits say."""
     return_logits: bool = False
     """Keep the float32 logits each output token was chosen from (tests and quality scoring)."""
 
@@ -80,6 +80,12 @@ class Request:
     def prompt_tokens(self) -> int:
         """Length of the prompt."""
         return len(self.prompt)
+
+    @property
+    def forced_token(self) -> int | None:
+        """What the next output token is forced to be."""
+        forced = self.params.forced_tokens
+        return forced[len(self.output)] if forced is not None and len(self.output) < len(forced) else None
 
     @property
     def in_prefill(self) -> bool:

@@ -19,8 +19,8 @@ def sample(logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
     tokens: list[int] = logits.argmax(-1).tolist()
     for row, request in enumerate(requests):
         params = request.params
-        if params.forced_tokens is not None:
-            tokens[row] = params.forced_tokens[len(request.output)]
+        if (forced := request.forced_token) is not None:
+            tokens[row] = forced
         elif params.temperature > GREEDY_BELOW:
             tokens[row] = _draw(logits[row], request)
         if params.return_logits:

@@ -21,9 +21,12 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from kvstudy import HARNESS_VERSION
-from kvstudy.grid.schema import Cell
+from kvstudy.grid.schema import Cell, QualityCell
 
-GROUPS = ("framework", "model", "workload", "load", "hardware")
+#: Groups whose options make a cell, and those that make a quality cell, which is under no load.
+LOAD_GROUPS = ("framework", "model", "workload", "load", "hardware")
+QUALITY_GROUPS = ("framework", "model", "hardware", "quality")
+GROUPS = (*LOAD_GROUPS, "quality")
 #: Keys of the root that belong to no group.
 ROOT_FIELDS = ("budget", "kv_memory_mib", "seed", "sweep")
 #: Keys of a study that a user may override on the command line.
@@ -82,7 +85,7 @@ def _keys(annotation: Any, prefix: str = "") -> frozenset[str]:
 
 
 def _annotation(name: str) -> Any:
-    return Cell.model_fields[name].annotation
+    return (QualityCell if name == "quality" else Cell).model_fields[name].annotation
 
 
 def cell_keys() -> frozenset[str]:
@@ -218,23 +221,24 @@ def read_study(conf: Path, overrides: list[str]) -> StudyConfig:
 
 
 def combinations(study: StudyConfig) -> Iterator[dict[str, Any]]:
-    """Every combination of the axes as a plain resolved config, in the order of the axes.
+    """Every combination of the axes as a plain resolved config, in the order of the axes: cells, then quality cells.
 
     A key that an option does not have (load.rate under a closed loop) does not apply to it; the
     combinations that become equal by this are given once by the caller's hash.
     """
     leaves = {key: values for key, values in study.axes.items() if key not in GROUPS}
     applied: set[str] = set()
-    for chosen in itertools.product(*(study.options[group] for group in GROUPS)):
-        base = {g: study.options[g][name] for g, name in zip(GROUPS, chosen, strict=True)} | study.root
-        mine = {key: v for key, v in leaves.items() if _applies(base, key)}
-        fixed = {key: v for key, v in study.fixed.items() if _applies(base, key)}
-        applied |= set(mine) | set(fixed)
-        for point in itertools.product(*mine.values()):
-            config = _copy(base)
-            for key, value in {**fixed, **dict(zip(mine, point, strict=True))}.items():
-                _assign(config, key, value)
-            yield config
+    for groups in (LOAD_GROUPS, QUALITY_GROUPS):
+        for chosen in itertools.product(*(study.options[group] for group in groups)):
+            base = {g: study.options[g][name] for g, name in zip(groups, chosen, strict=True)} | study.root
+            mine = {key: v for key, v in leaves.items() if _applies(base, key)}
+            fixed = {key: v for key, v in study.fixed.items() if _applies(base, key)}
+            applied |= set(mine) | set(fixed)
+            for point in itertools.product(*mine.values()):
+                config = _copy(base)
+                for key, value in {**fixed, **dict(zip(mine, point, strict=True))}.items():
+                    _assign(config, key, value)
+                yield config
     for key in sorted((set(leaves) - applied) & study.asked):
         group = key.split(".")[0]
         chosen_options = [name for name in study.options.get(group, {}) if name]
@@ -268,7 +272,7 @@ def _option_keys(group: str, config: dict[str, Any]) -> frozenset[str]:
 
 def _applies(base: dict[str, Any], key: str) -> bool:
     group = key.split(".")[0]
-    return group in ROOT_FIELDS or key in _option_keys(group, base[group])
+    return group in ROOT_FIELDS or (group in base and key in _option_keys(group, base[group]))
 
 
 def _copy(value: Any) -> Any:
@@ -297,15 +301,19 @@ def resolve_cores(hardware: dict[str, Any]) -> dict[str, Any]:
     return resolved
 
 
-def to_cell(config: dict[str, Any], pins: dict[str, dict[str, str]]) -> Cell:
-    """Type a resolved config. `pins` holds each framework's, by name. Raises ConfigError in one line."""
+def to_cell(config: dict[str, Any], pins: dict[str, dict[str, str]]) -> Cell | QualityCell:
+    """Type a resolved config; one with `quality` is a quality cell. `pins` holds each framework's, by name.
+
+    Raises ConfigError in one line.
+    """
     config = dict(config)
     config["hardware"] = resolve_cores(config["hardware"])
     name = config["framework"].get("name")
     flavour = f"{name}-{config['hardware'].get('device')}"
     config["framework"] = config["framework"] | {"pins": pins.get(flavour, pins.get(name, {}))}
     try:
-        return Cell(**config, harness_version=HARNESS_VERSION)
+        kind = QualityCell if "quality" in config else Cell
+        return kind(**config, harness_version=HARNESS_VERSION)
     except ValidationError as error:
         raise ConfigError(explain(error)) from None
 

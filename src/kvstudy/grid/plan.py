@@ -19,7 +19,7 @@ from typing import Any
 from kvstudy import HARNESS_VERSION
 from kvstudy.grid import store
 from kvstudy.grid.compose import ConfigError, combinations, read_study, to_cell
-from kvstudy.grid.schema import Cell, Deployment, Visit, content_hash, digest
+from kvstudy.grid.schema import Cell, Deployment, QualityCell, QualityVisit, Visit, content_hash, digest
 
 #: Packages of the project's own environment that can change a number measured on a native framework.
 ENGINE_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "aiohttp", "uvicorn", "uvloop", "orjson")
@@ -27,7 +27,9 @@ ENGINE_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "aiohttp", "u
 
 #: A study's name is a folder's.
 STUDY_NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,99}$")
-RESERVED = frozenset({"plan", "models", "workloads", "environments", "store", "tracking", "logs", "mlartifacts"})
+RESERVED = frozenset(
+    {"plan", "models", "workloads", "environments", "store", "quality", "tracking", "logs", "mlartifacts"}
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,7 @@ class Plan:
     cells: tuple[Cell, ...]
     visits: tuple[Visit, ...]
     left_out: tuple[LeftOut, ...]
+    quality: tuple[QualityVisit, ...] = ()
 
     @property
     def name(self) -> str:
@@ -132,10 +135,16 @@ def make_plan(conf: Path, overrides: list[str]) -> Plan:
         )
     pins = read_pins(conf.parent)
     cells: dict[str, Cell] = {}
+    quality: dict[str, QualityCell] = {}
     left_out: dict[str, str] = {}
     for config in combinations(study):
         cell = to_cell(config, pins)
-        reason = _too_long(cell)
+        if isinstance(cell, QualityCell):
+            if cell.quality.is_empty:
+                continue
+            reason = None
+        else:
+            reason = _too_long(cell)
         for rule in study.leave_out:
             if _matches(cell.model_dump(mode="json"), rule["when"]):
                 reason = rule["reason"]
@@ -147,7 +156,10 @@ def make_plan(conf: Path, overrides: list[str]) -> Plan:
                 f"{cell.cell_slug} needs {cell.model.gpus} GPUs and hardware.gpus is {cell.hardware.gpus}; "
                 "raise hardware.gpus or leave the model out"
             )
-        cells[cell.cell_id] = cell
+        if isinstance(cell, QualityCell):
+            quality[cell.cell_id] = cell
+        else:
+            cells[cell.cell_id] = cell
     if not cells:
         raise ConfigError(f"study '{study.name}' has no cell; left out: {'; '.join(sorted(set(left_out.values())))}")
     return Plan(
@@ -155,7 +167,22 @@ def make_plan(conf: Path, overrides: list[str]) -> Plan:
         cells=tuple(cells.values()),
         visits=_visits(study.name, list(cells.values())),
         left_out=tuple(LeftOut(cell, reason) for cell, reason in left_out.items()),
+        quality=_quality_visits(study.name, list(quality.values())),
     )
+
+
+def _quality_visits(study: str, cells: list[QualityCell]) -> tuple[QualityVisit, ...]:
+    """Cells that share items and prefill are scored in one go; a framework of its own environment is scored alone."""
+    groups: dict[str, list[QualityCell]] = {}
+    for cell in cells:
+        groups.setdefault(cell.items_key, []).append(cell)
+    visits = []
+    for key, members in groups.items():
+        first = members[0]
+        who = first.framework.name if len(members) == 1 else "engine"
+        name = f"quality-{first.quality.name}_{who}_{first.model.name}_s{first.seed}-{key}"
+        visits.append(QualityVisit(id=name, study=study, cells=tuple(members)))
+    return tuple(visits)
 
 
 def _visits(study: str, cells: list[Cell]) -> tuple[Visit, ...]:
@@ -219,11 +246,16 @@ def load_plan(path: Path) -> Plan:
         )
         for entry in raw["visits"]
     )
+    scored = {entry["id"]: QualityCell.model_validate(entry["config"]) for entry in raw.get("quality", ())}
     return Plan(
         study=raw["study"],
         cells=tuple(cells.values()),
         visits=visits,
         left_out=tuple(LeftOut(**entry) for entry in raw["left_out"]),
+        quality=tuple(
+            QualityVisit(id=entry["id"], study=raw["study"]["name"], cells=tuple(scored[c] for c in entry["cells"]))
+            for entry in raw.get("quality_visits", ())
+        ),
     )
 
 
@@ -233,11 +265,15 @@ def write_plan(plan: Plan, results: Path, key: str = "") -> Path:
     of_cell = {cell.cell_id: visit.id for visit in plan.visits for cell in visit.cells}
     for visit in plan.visits:
         store.write_json(layout.visit(plan.name, visit.id), visit.model_dump(mode="json"))
-    wanted = {f"{visit.id}.json" for visit in plan.visits}
-    for stale in layout.visit(plan.name, "x").parent.glob("*.json"):
-        if stale.name not in wanted:
-            stale.unlink()
-    for name, model in {model_id(cell): cell.model for cell in plan.cells}.items():
+    for asked in plan.quality:
+        store.write_json(layout.quality_visit(plan.name, asked.id), asked.model_dump(mode="json"))
+    wanted = {f"{name}.json" for name in (*(v.id for v in plan.visits), *(v.id for v in plan.quality))}
+    for path in (layout.visit(plan.name, "x"), layout.quality_visit(plan.name, "x")):
+        for stale in path.parent.glob("*.json"):
+            if stale.name not in wanted:
+                stale.unlink()
+    scored = [cell for asked in plan.quality for cell in asked.cells]
+    for name, model in {model_id(cell): cell.model for cell in (*plan.cells, *scored)}.items():
         store.write_json(results / "plan" / "models" / f"{name}.json", model.model_dump(mode="json"))
     path = layout.plan(plan.name)
     value = {
@@ -261,6 +297,11 @@ def write_plan(plan: Plan, results: Path, key: str = "") -> Path:
             for visit in plan.visits
         ],
         "left_out": [{"cell": entry.cell, "reason": entry.reason} for entry in plan.left_out],
+        "quality": [
+            {"id": cell.cell_id, "deployment": cell.deployment.id, "config": cell.model_dump(mode="json")}
+            for cell in scored
+        ],
+        "quality_visits": [{"id": asked.id, "cells": [cell.cell_id for cell in asked.cells]} for asked in plan.quality],
     }
     store.write_json(path, value)
     # The key lies apart: a comment in conf/ changes it and must not make plan.json look new.
@@ -293,6 +334,10 @@ def plan_study(root: Path, overrides: list[str], results: Path, cached: bool = T
             raise ConfigError(f"{visit.id} needs {visit.gpus} GPUs and --resources gpu={gpus} allows fewer; raise it")
         marker = layout.marker(plan.name, visit.id)
         if marker.is_file() and not all(store.is_whole(layout.cell(c.cell_id)) for c in visit.cells):
+            marker.unlink()
+    for asked in plan.quality:
+        marker = layout.quality_marker(plan.name, asked.id)
+        if marker.is_file() and not all(store.is_whole(layout.cell(c.cell_id)) for c in asked.cells):
             marker.unlink()
     return plan
 

@@ -56,6 +56,56 @@ MEMORY_COLUMNS: dict[str, str] = {
 }
 
 
+#: Columns of a quality cell's items.parquet, a row an item and measure. `reference` is the full cache's value on the
+#: same item (NaN where the measure is itself a comparison with it); `weight` is what a mean over items weighs it by.
+ITEM_COLUMNS: dict[str, str] = {
+    "measure": "string",
+    "context": "int64",
+    "depth": "float64",
+    "item": "int64",
+    "value": "float64",
+    "reference": "float64",
+    "weight": "float64",
+    "kept": "float64",  # share of entries kept over the item's decode steps
+    "attended": "float64",  # share of entries that they attended to
+    "kv_device_bytes": "float64",  # held of the item when its prompt had ended
+    "kv_host_bytes": "float64",
+}
+
+#: Columns of `quality.parquet`, a row a quality cell, measure, context and depth: what claims, tables, figures and
+#: `recommend` read. `deployment` joins it with the cells of the same study.
+QUALITY_COLUMNS: dict[str, str] = {
+    "cell": "string",
+    "deployment": "string",
+    "framework": "string",
+    "implementation": "string",
+    "rule": "string",
+    "model": "string",
+    "weights": "string",
+    "budget": "float64",  # nominal share; NaN where it is absolute
+    "budget_of": "string",
+    "quality": "string",  # name of the suite
+    "seed": "int64",
+    "verdict": "string",
+    "source": "string",
+    "measure": "string",
+    "context": "int64",  # tokens
+    "depth": "float64",  # NaN, or 0 (start) .. 1 (end)
+    "n": "int64",  # items
+    "value": "float64",
+    "low": "float64",
+    "high": "float64",
+    "diff": "float64",  # mean difference from the full cache on the same items (perplexity: ratio - 1)
+    "diff_low": "float64",
+    "diff_high": "float64",
+    "kept_share": "float64",  # measured: entries kept over those of the full cache
+    "attended_share": "float64",  # measured: entries that a decode step attends to
+    "kv_bytes": "float64",  # device and host, an item
+    "kv_device_bytes": "float64",
+    "kv_host_bytes": "float64",
+}
+
+
 class Record(BaseModel):
     """A record that refuses unknown keys."""
 

@@ -578,6 +578,116 @@ class Cell(Deployment):
         return f"{self.cell_slug}-{content_hash(self)}"
 
 
+# --- quality -------------------------------------------------------------------------------------
+
+
+class Perplexity(Strict):
+    """Real text after contexts of it, teacher-forced under the policy: negative log-likelihood, and distance from full.
+
+    Each of `items` places in the text gives `context` tokens, which are prefilled and compressed, and `continuation`
+    tokens, which are decoded one by one. `held_out` names text that is no workload's.
+    """
+
+    contexts: tuple[PositiveInt, ...]
+    items: PositiveInt
+    continuation: Annotated[int, Field(ge=2)]
+
+
+class Greedy(Strict):
+    """Answers to questions about a text, greedy and until they end: where they leave full's, how long they are."""
+
+    contexts: tuple[PositiveInt, ...]
+    items: PositiveInt
+    output: Annotated[int, Field(ge=2)]
+
+
+class Retention(Strict):
+    """A fact told once and asked for later, `context` tokens of conversation in all.
+
+    `filler`: what lies between, `text` in one message or `turns` of a chat. `asked`: `prompt`, the question ends the
+    prompt and is prefilled with it, as a stateless server serves a conversation; `session`, the cache was compressed
+    before the question came, which is decoded, as a server that keeps a session's cache does it. `depths` are where the
+    fact lies: 0 at the start, 1 at the end.
+    """
+
+    contexts: tuple[PositiveInt, ...]
+    depths: tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...]
+    items: PositiveInt
+    output: Annotated[int, Field(ge=2)] = 16
+    filler: Literal["text", "turns"] = "turns"
+    asked: Literal["prompt", "session"] = "prompt"
+
+
+class Tasks(Strict):
+    """EleutherAI's `lm-eval` (the extra `quality`) against the served deployment, continuations under the policy.
+
+    `include_path`: a folder of task files of your own, relative to the checkout.
+    """
+
+    names: tuple[str, ...]
+    limit: PositiveInt | None = None
+    fewshot: int = Field(default=0, ge=0)
+    include_path: str | None = None
+    version: str
+
+
+class Quality(Strict):
+    """What a deployment's answers are measured by. Parts that are null are left out; `none` has none."""
+
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9._-]*$")
+    title: str = Field(default="")
+    text: TextSource = TextSource()
+    perplexity: Perplexity | None = None
+    greedy: Greedy | None = None
+    retention: Retention | None = None
+    tasks: Tasks | None = None
+    spot_checks: int = Field(default=1, ge=0)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether it asks nothing."""
+        return not (self.perplexity or self.greedy or self.retention or self.tasks)
+
+
+class QualityCell(Deployment):
+    """A deployment's quality: what is asked, and the seed that items are drawn by."""
+
+    quality: Quality
+    seed: int = Field(ge=0)
+
+    @property
+    def deployment(self) -> Deployment:
+        """The part of the cell that is brought up: the same key as that of the cells that measure its speed."""
+        return Deployment(**{name: getattr(self, name) for name in Deployment.model_fields})
+
+    @property
+    def cell_slug(self) -> str:
+        """Readable part of the cell's name."""
+        return f"{self.slug}_q-{self.quality.name}_s{self.seed}"
+
+    @property
+    def cell_id(self) -> str:
+        """Readable name and hash of the resolved config: the cell's folder in the store."""
+        return f"{self.cell_slug}-{content_hash(self)}"
+
+    @property
+    def items_key(self) -> str:
+        """What the items and their prefill depend on: cells that share it are scored in one go, on the same items."""
+        parts = {"model": self.model, "hardware": self.hardware, "quality": self.quality}
+        dumped = {name: identity(part.model_dump(mode="json")) for name, part in parts.items()}
+        own = self.framework.environment is None
+        chunk = [getattr(self.framework, name, None) for name in ("block_size", "max_prefill_tokens")] if own else []
+        return digest([dumped, self.seed, chunk, self.harness_version, "" if own else self.cell_id])
+
+
+class QualityVisit(Strict):
+    """Cells that are scored together."""
+
+    id: str
+    study: str
+    cells: tuple[QualityCell, ...]
+
+
 CELL_ID = re.compile(r"^[a-z0-9][a-z0-9._-]*-[0-9a-f]{10}$")
 
 

@@ -4,6 +4,7 @@
       plan/<study>/plan.json, plan/cells/<cell>.json, plan/visits/...   what is to be done
       models/<model>/  workloads/<workload>/  environments/<framework>/ what cells are made from
       store/<cell>/                                                      what was measured, never rewritten
+  quality/<cell>/                                                    parts of quality cells under way
       <study>/visits/  figures/  tables/  report.pdf  report.html        a view of it
 
 Nothing here imports Hydra, torch or MLflow: jobs must start fast.
@@ -28,6 +29,9 @@ MEMORY = "memory.parquet"
 SUMMARY = "summary.json"
 PROVENANCE = "provenance.json"
 LOG = "log.txt"
+#: Of a quality cell: every item's values, and what was measured of them (columns in `records.QUALITY_COLUMNS`).
+ITEMS = "items.parquet"
+MEASURES = "measures.parquet"
 CELL_FILES = (CONFIG, REQUESTS, MEMORY, SUMMARY, PROVENANCE, LOG)
 
 
@@ -72,6 +76,18 @@ class Layout:
     def marker(self, study: str, visit_id: str) -> Path:
         """The file that says a visit is done: the output of Snakemake's measuring rule."""
         return self.root / study / "visits" / f"{visit_id}.json"
+
+    def quality_visit(self, study: str, visit_id: str) -> Path:
+        """The resolved description of cells whose quality is scored together, the job's input."""
+        return self.root / "plan" / study / "quality" / f"{visit_id}.json"
+
+    def quality_marker(self, study: str, visit_id: str) -> Path:
+        """The file that says that a quality visit is done."""
+        return self.root / study / "quality" / f"{visit_id}.json"
+
+    def quality_part(self, cell_id: str, part: str) -> Path:
+        """Rows of a part of a quality cell that is not whole yet, so that nothing scored is lost."""
+        return self.root / "quality" / cell_id / f"{part}.parquet"
 
     def tracking(self, study: str) -> Path:
         """Which MLflow run holds which cell: written when MLflow agrees with the store."""

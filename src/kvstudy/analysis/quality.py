@@ -1,0 +1,65 @@
+"""Plan + store -> `quality.parquet`, a row a quality cell, measure, context and depth (`records.QUALITY_COLUMNS`).
+
+A cell's own measures, computed where it was scored, with the axes of its deployment; `deployment` joins them with the
+cells table. Cells that were not scored have no row. A study that asks for no quality has an empty table.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from kvstudy.analysis.plan import Plan
+from kvstudy.analysis.table import read_cell
+from kvstudy.grid.records import QUALITY_COLUMNS
+from kvstudy.grid.store import MEASURES, Layout
+
+#: Beside cells.parquet.
+QUALITY = "quality.parquet"
+
+
+def build_quality(plan: Plan, results: Path) -> pd.DataFrame:
+    """The quality table of a study, in plan order. Raises `AnalysisError` for a summary that is none."""
+    layout = Layout(results)
+    frames = []
+    for cell in plan.quality:
+        found = read_cell(layout.cell(cell.id))
+        path = layout.cell(cell.id) / MEASURES
+        if found is None or not path.is_file():
+            continue
+        summary, _ = found
+        measures = pd.read_parquet(path)
+        axes = _axes(cell.config) | {
+            "cell": cell.id,
+            "deployment": cell.deployment,
+            "verdict": summary.verdict.status,
+            "source": summary.source,
+        }
+        frames.append(measures.assign(**axes))
+    table = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=list(QUALITY_COLUMNS))
+    return table.reindex(columns=list(QUALITY_COLUMNS)).astype(QUALITY_COLUMNS)
+
+
+def _axes(config: dict[str, Any]) -> dict[str, Any]:
+    framework, model, budget = config["framework"], config["model"], config["budget"]
+    return {
+        "framework": framework["name"],
+        "implementation": framework.get("implementation", ""),
+        "rule": framework.get("rule", "") or "",
+        "model": model["name"],
+        "weights": "random" if model.get("source") == "random" else "pretrained",
+        "budget": None if budget.get("tokens") is not None else float(budget["share"]),
+        "budget_of": budget.get("of", "prompt"),
+        "quality": config["quality"]["name"],
+        "seed": int(config["seed"]),
+    }
+
+
+def read_quality(study_dir: Path) -> pd.DataFrame:
+    """The quality table beside a study's cells.parquet; empty, with its columns, where there is none."""
+    path = study_dir / QUALITY
+    if path.is_file():
+        return pd.read_parquet(path)
+    return pd.DataFrame(columns=list(QUALITY_COLUMNS)).astype(QUALITY_COLUMNS)

@@ -1,0 +1,297 @@
+"""`kvstudy quality --visit VISIT.json --results DIR --marker FILE`: score the cells of a visit that are not whole.
+
+A visit's cells share their items. They are scored part by part (a kind of item at one context); a part that is done is
+written for each cell at once, so that Ctrl-C, a full disk or a fault lose one part at most, and a run that is taken up
+again goes on where it was. When a cell has all its parts it is written whole into the store and its parts are dropped.
+The marker comes last. Timing means nothing here, but the work would disturb a measurement: the visit holds the devices'
+lease as a measurement does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import torch
+import yaml
+from pydantic import ValidationError
+from transformers import AutoTokenizer
+from transformers.utils import logging
+
+from kvstudy.engine.config import Budget as EngineBudget
+from kvstudy.engine.config import EngineConfig
+from kvstudy.engine.core import Engine
+from kvstudy.frameworks.base import Launch, Unavailable
+from kvstudy.frameworks.launch import model_folder
+from kvstudy.frameworks.lease import Lease, lease
+from kvstudy.frameworks.native import engine_config
+from kvstudy.grid import store
+from kvstudy.grid.records import ITEM_COLUMNS, Metric, Summary, Verdict
+from kvstudy.grid.schema import H2O, QualityCell, QualityVisit
+from kvstudy.grid.store import Layout
+from kvstudy.load.text import Text, TextError, read_text
+from kvstudy.measure import fingerprint
+from kvstudy.quality import measures
+from kvstudy.quality.items import Drawer, Item
+from kvstudy.quality.score import BATCH_BYTES, REFERENCE, Row, Scorer, Wanted
+
+
+class Fault(Exception):
+    """The installation or the text is at fault: one line, exit code 2."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A kind of item at one context: what is scored and kept together."""
+
+    kind: str
+    context: int
+
+    @property
+    def name(self) -> str:
+        """The file of its rows."""
+        return f"{self.kind}-{self.context}"
+
+
+def parts_of(cell: QualityCell) -> list[Part]:
+    """The parts of a cell that our engine or an endpoint scores, short contexts first."""
+    asked = cell.quality
+    found = []
+    for kind in ("perplexity", "greedy", "retention"):
+        spec = getattr(asked, kind)
+        found += [Part(kind, context) for context in spec.contexts] if spec is not None else []
+    return sorted(found, key=lambda part: (part.context, part.kind))
+
+
+def tokens_of(cell: QualityCell, part: Part) -> int:
+    """Tokens of prompt and output that a part's requests reach."""
+    spec = getattr(cell.quality, part.kind)
+    return part.context + int(spec.continuation if part.kind == "perplexity" else spec.output)
+
+
+def say(line: str) -> None:
+    """A line for whoever watches."""
+    print(line, file=sys.stderr, flush=True)
+
+
+@dataclass
+class Scoring:
+    """The work of one visit."""
+
+    visit: QualityVisit
+    layout: Layout
+    model_dir: Path
+    text: Text = field(init=False)
+    left_out: dict[str, list[str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.todo = [c for c in self.visit.cells if not store.is_whole(self.layout.cell(c.cell_id))]
+
+    def run(self) -> None:
+        """Score what is missing. Raises `Fault`."""
+        if not self.todo:
+            say(f"nothing to score: all {len(self.visit.cells)} cells are there")
+            return
+        first = self.todo[0]
+        logging.disable_progress_bar()
+        try:
+            self.text = read_text(first.quality.text)
+            tokenizer = AutoTokenizer.from_pretrained(self.model_dir)
+            drawer = Drawer(tokenizer, self.text, first.seed)
+            gpus = first.model.gpus if first.hardware.device == "cuda" else 0
+            with tempfile.TemporaryDirectory(prefix="kvstudy-quality-") as work, lease(gpus, say=say) as held:
+                self._score(drawer, tokenizer, Path(work), held)
+        except (TextError, Unavailable) as error:
+            raise Fault(str(error)) from error
+
+    def _score(self, drawer: Drawer, tokenizer: Any, work: Path, held: Lease) -> None:
+        scorer = self._scorer(tokenizer, work)
+        every = parts_of(self.todo[0])
+        for number, part in enumerate(every, start=1):
+            missing = [c for c in self.todo if self._takes(c, part, scorer) and not self._path(c, part).is_file()]
+            if not missing:
+                continue
+            say(f"{part.name} ({number}/{len(every)}): {len(missing)} deployments")
+            begun = time.monotonic()
+            scorer.only = {cell.cell_id for cell in missing}
+            for cell_id, rows in self._rows(scorer, drawer, part).items():
+                if cell_id != REFERENCE:
+                    write_rows(rows, self.layout.quality_part(cell_id, part.name))
+            say(f"  {time.monotonic() - begun:.0f} s")
+        for cell in self.todo:
+            self._finish(cell, every)
+
+    def _path(self, cell: QualityCell, part: Part) -> Path:
+        return self.layout.quality_part(cell.cell_id, part.name)
+
+    def _rows(self, scorer: Scorer, drawer: Drawer, part: Part) -> dict[str, list[Row]]:
+        asked = self.todo[0].quality
+        items: list[Item] = getattr(drawer, part.kind)(getattr(asked, part.kind), part.context)
+        if part.kind == "perplexity":
+            return scorer.perplexity(items, part.context)
+        spec = asked.greedy if part.kind == "greedy" else asked.retention
+        assert spec is not None
+        score: Callable[..., dict[str, list[Row]]] = getattr(scorer, part.kind)
+        return score(items, part.context, spec.output)
+
+    # --- the engine ------------------------------------------------------------------------------
+
+    def _scorer(self, tokenizer: Any, work: Path) -> Scorer:
+        """An engine as the deployments have it, with pools for a batch of items, and each deployment's policy."""
+        card = json.loads((self.model_dir / "model.json").read_text(encoding="utf-8"))
+        wanted: dict[str, Wanted] = {}
+        self.launches: dict[str, Launch] = {}
+        for cell in self.todo:
+            launch = Launch(cell.deployment, self.model_dir.resolve(), card, None, work)
+            config = EngineConfig.model_validate(engine_config(launch, 0))
+            self.launches[cell.cell_id] = launch
+            wanted[cell.cell_id] = (config.policy, config.policy_options, EngineBudget.model_validate(config.budget))
+        cores = sorted({*config.cores, *self.todo[0].hardware.client_cores}) if config.cores else None
+        own = config.model_copy(
+            update={
+                "policy": "full",
+                "policy_options": {},
+                "budget": EngineBudget(),
+                "kv_memory_bytes": 4 * BATCH_BYTES,
+                "host_kv_memory_bytes": 2 * BATCH_BYTES,
+                "max_num_seqs": 1 << 16,
+                "max_model_len": None,
+                "link_gbps": None,
+                "cores": cores,
+                "port": 0,
+            }
+        )
+        torch.manual_seed(0)
+        return Scorer(Engine(own, tokenizer), wanted)
+
+    def _takes(self, cell: QualityCell, part: Part, scorer: Scorer) -> bool:
+        """Whether the deployment could serve the part's requests in its own KV memory; notes it where not."""
+        launch, tokens = self.launches[cell.cell_id], tokens_of(cell, part)
+        need = scorer.branches.policy(cell.cell_id).reserve(part.context, tokens - part.context)
+        host = int(getattr(cell.framework, "host_kv_memory_mib", 0) * (1 << 20))
+        reason = None
+        if tokens > launch.max_model_len:
+            reason = f"{part.name}: {tokens} tokens, and the deployment takes {launch.max_model_len}"
+        elif need.device_peak_bytes > launch.kv_bytes or need.host_bytes > host:
+            reason = f"{part.name}: a request of {tokens} tokens does not fit into the deployment's KV memory"
+        if reason is not None and reason not in self.left_out.setdefault(cell.cell_id, []):
+            self.left_out[cell.cell_id].append(reason)
+        return reason is None
+
+    # --- a whole cell ----------------------------------------------------------------------------
+
+    def _finish(self, cell: QualityCell, every: Sequence[Part]) -> None:
+        rows = [pd.read_parquet(path) for part in every if (path := self._path(cell, part)).is_file()]
+        left_out = self.left_out.get(cell.cell_id, [])
+        outcome: Any = "ok" if rows else "unsupported"
+        items = pd.concat(rows, ignore_index=True) if rows else frame_of([])
+        summary = measures.summarise(items)
+        hardware = fingerprint.stable()
+        record = Summary(
+            cell=cell.cell_id,
+            deployment=cell.deployment.id,
+            outcome=outcome,
+            cause=None if rows else "; ".join(left_out),
+            verdict=Verdict(status="VALID"),
+            metrics=_metrics(summary),
+            budget={"share": cell.budget.share, **_shares(items)},
+            checks={"left_out": left_out, "text": {"sha256": self.text.sha256, "label": self.text.label}},
+            source="simulated" if isinstance(cell.framework, H2O) and cell.framework.rule == "masked" else "measured",
+            fingerprint=fingerprint.fingerprint(hardware),
+        )
+        import kvstudy
+
+        provenance = {
+            "schema_version": 1,
+            "time": fingerprint.now(),
+            "kvstudy": kvstudy.__version__,
+            **fingerprint.commit(),
+            "command": fingerprint.command(),
+            "seed": cell.seed,
+            "hardware": hardware,
+            "framework": {"name": cell.framework.name, "pins": dict(cell.framework.pins)},
+            "visit": {"id": self.visit.id, "study": self.visit.study},
+            "packages": fingerprint.packages(),
+        }
+        folder = self.layout.cell(cell.cell_id)
+        try:
+            with store.staged(folder) as staging:
+                text = yaml.safe_dump(cell.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+                (staging / store.CONFIG).write_text(text, encoding="utf-8")
+                items.to_parquet(staging / store.ITEMS, index=False)
+                summary.to_parquet(staging / store.MEASURES, index=False)
+                store.write_json(staging / store.SUMMARY, record.model_dump(mode="json"))
+                store.write_json(staging / store.PROVENANCE, provenance)
+        except FileExistsError:
+            say(f"  {cell.cell_slug} was scored by someone else meanwhile: theirs is kept")
+        shutil.rmtree(self.layout.quality_part(cell.cell_id, "x").parent, ignore_errors=True)
+
+
+def frame_of(rows: Sequence[Row]) -> pd.DataFrame:
+    """Rows with the columns and types of `records.ITEM_COLUMNS`."""
+    frame = pd.DataFrame(list(rows), columns=list(ITEM_COLUMNS))
+    return frame.astype(ITEM_COLUMNS)
+
+
+def write_rows(rows: Sequence[Row], path: Path) -> None:
+    """A part's rows, whole or absent."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}")
+    frame_of(rows).to_parquet(temporary, index=False)
+    temporary.replace(path)
+
+
+def _shares(items: pd.DataFrame) -> dict[str, float | None]:
+    return {name: float(items[name].mean()) if len(items) else None for name in ("attended", "kept")}
+
+
+def _metrics(summary: pd.DataFrame) -> dict[str, Metric]:
+    """Measures over all depths, as `perplexity@256`."""
+    units = {"nll": "nats", "kl": "nats", "perplexity": "", "first_divergence": "tokens", "length_drift": "tokens"}
+    found = {}
+    for row in summary.to_dict("records"):
+        if math.isnan(row["depth"]):
+            low, high = (None if pd.isna(row[side]) else float(row[side]) for side in ("low", "high"))
+            unit = units.get(row["measure"], "share")
+            name = f"{row['measure']}@{row['context']}"
+            found[name] = Metric(value=row["value"], unit=unit, n=row["n"], low=low, high=high)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code 0: every cell has a folder; 2: one line says what is missing; 130: interrupted."""
+    parser = argparse.ArgumentParser(prog="kvstudy quality", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--visit", type=Path, required=True, help="the quality visit, as the plan wrote it")
+    parser.add_argument("--results", type=Path, default=Path("results"))
+    parser.add_argument("--marker", type=Path, required=True, help="written last")
+    parser.add_argument("--freeze", type=Path, help="freeze file of the framework's environment")
+    options = parser.parse_args(arguments)
+    try:
+        visit = QualityVisit.model_validate_json(options.visit.read_text(encoding="utf-8"))
+        layout = Layout(options.results)
+        Scoring(visit, layout, model_folder(visit.cells[0].deployment, layout)).run()
+        store.write_json(
+            options.marker,
+            {"visit": visit.id, "study": visit.study, "cells": [cell.cell_id for cell in visit.cells]},
+        )
+    except (Fault, Unavailable, ValidationError, OSError) as error:
+        say(f"kvstudy quality: {' '.join(str(error).split())}")
+        return 2
+    except KeyboardInterrupt:
+        say("kvstudy quality: interrupted; finished parts stay, run again to go on")
+        return 130
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
