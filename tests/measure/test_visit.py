@@ -84,17 +84,22 @@ def visit_of(*cells: Cell) -> Visit:
     return Visit(id="v", study="s", deployment=cells[0].deployment, cells=cells)
 
 
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def make_model(folder: Path) -> None:
+    """As much of a prepared model as a visit to the mock needs."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.train_from_iterator(
         read_text(TextSource()).documents[:5], trainers.BpeTrainer(vocab_size=600, show_progress=False)
     )
-    folder = tmp_path_factory.mktemp("model")
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "model.json").write_text(json.dumps({"kv_bytes_per_token": 1024}))
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    make_model(folder)
     return folder
 
 

@@ -28,7 +28,9 @@ from kvstudy.grid.schema import Deployment
 
 MIB = 1 << 20
 _TAIL_BYTES = 200_000
-_STOP_S = 10.0
+#: Seconds that a server may take to end when told to, and to answer what is asked about it.
+STOP_S = 10.0
+ANSWER_S = 10.0
 _KEEPER_S = 12.0
 
 Death = Literal["oom", "port", "model", "crashed"]
@@ -289,7 +291,7 @@ def start(
     return process
 
 
-def stop_group(process: Kept, wait_s: float = _STOP_S) -> None:
+def stop_group(process: Kept, wait_s: float = STOP_S) -> None:
     """Stop a server: SIGTERM to its group, and after `wait_s` SIGKILL to all that descends from it."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGTERM)
@@ -433,7 +435,7 @@ class ServerProcess(ABC):
     def stop(self) -> None:
         """Take it down."""
         if self.process is not None:
-            stop_group(self.process)
+            stop_group(self.process, STOP_S)
 
     def log_size(self) -> int:
         """Bytes printed so far."""
@@ -453,7 +455,7 @@ class ServerProcess(ABC):
 
     def samples(self) -> list[http.Sample]:
         """Its metrics now."""
-        return http.parse_metrics(http.request(f"{self.url}/metrics", timeout=10.0))
+        return http.parse_metrics(http.request(f"{self.url}/metrics", timeout=ANSWER_S))
 
 
 #: Thread counts that the caller's environment may hold. Snakemake sets all of them to a job's `threads`, which is the

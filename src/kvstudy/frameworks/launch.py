@@ -6,10 +6,34 @@ import importlib
 import json
 from pathlib import Path
 
+from pydantic import ValidationError
+
 from kvstudy.frameworks.base import Launch, ServerProcess, Unavailable
 from kvstudy.frameworks.lease import Lease
-from kvstudy.grid.schema import Deployment, Vllm, content_hash
+from kvstudy.grid.schema import Deployment, Visit, Vllm, content_hash
 from kvstudy.grid.store import Layout
+
+
+def read_visit(path: Path) -> Visit:
+    """A visit as the plan wrote it.
+
+    Raises
+    ------
+    Unavailable
+        It is not there, or not a visit of this version.
+    """
+    try:
+        return Visit.model_validate_json(path.read_bytes())
+    except FileNotFoundError:
+        raise Unavailable(f"no visit {path}: `kvstudy grid study=NAME` plans them") from None
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        wrong = f"{where}: {first['msg']}" if where else first["msg"]
+        raise Unavailable(
+            f"{path} is not a visit ({wrong}): delete {path.parent.parent} and plan again with "
+            "`kvstudy grid study=NAME`; measured cells stay"
+        ) from None
 
 
 def model_folder(deployment: Deployment, layout: Layout) -> Path:
@@ -47,7 +71,10 @@ def make_server(
     port: int = 0,
 ) -> ServerProcess:
     """The server of a deployment, not started yet."""
-    card = json.loads((model_dir / "model.json").read_text(encoding="utf-8"))
+    try:
+        card = json.loads((model_dir / "model.json").read_text(encoding="utf-8"))
+    except ValueError:
+        raise Unavailable(f"the model in {model_dir} is damaged: delete the folder and run again") from None
     launch = Launch(
         deployment=deployment,
         model_dir=model_dir.resolve(),

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from kvstudy.frameworks import http
+from kvstudy.frameworks import base, http
 from kvstudy.frameworks.base import Counters, Gauge, Launch, ServerProcess, Watch, base_environment
 from kvstudy.grid.schema import InfiniGen, Vllm
 
@@ -78,7 +78,7 @@ class NativeServer(ServerProcess):
 
     def effective_config(self) -> dict[str, Any]:
         """`GET /config`."""
-        raw: dict[str, Any] = http.get_json(f"{self.url}/config")
+        raw: dict[str, Any] = http.get_json(f"{self.url}/config", timeout=base.ANSWER_S)
         flat = raw.get("config", raw)
         return {**{key: flat.get(key) for key in self.asked()}, "raw": raw}
 
@@ -139,4 +139,4 @@ class NativeServer(ServerProcess):
 
     def reset(self) -> None:
         """`POST /reset`: peaks start anew."""
-        http.request(f"{self.url}/reset", timeout=10.0, data=b"{}")
+        http.request(f"{self.url}/reset", timeout=base.ANSWER_S, data=b"{}")

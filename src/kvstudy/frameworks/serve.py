@@ -16,12 +16,9 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from pydantic import ValidationError
-
 from kvstudy.frameworks.base import OutOfMemory, Unavailable
-from kvstudy.frameworks.launch import environment_folder, make_server, model_folder
+from kvstudy.frameworks.launch import environment_folder, make_server, model_folder, read_visit
 from kvstudy.frameworks.lease import lease
-from kvstudy.grid.schema import Visit
 from kvstudy.grid.store import Layout
 
 
@@ -45,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: shells start background jobs with it ignored
         signal.signal(number, stop)
     try:
-        deployment = Visit.model_validate_json(options.visit.read_text(encoding="utf-8")).deployment
+        deployment = read_visit(options.visit).deployment
         layout = Layout(options.results)
         model_dir = model_folder(deployment, layout)
         named = options.freeze.with_suffix("") if options.freeze is not None else None
@@ -74,7 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OutOfMemory as error:
         _say(f"kvstudy serve: it does not fit: {error}")
         return 1
-    except (Unavailable, ValidationError, OSError) as error:
+    except (Unavailable, OSError) as error:
         _say(f"kvstudy serve: {' '.join(str(error).split())}")
         return 2
 

@@ -12,12 +12,15 @@ Nothing here imports Hydra, torch or MLflow: jobs must start fast.
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import hashlib
 import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +36,9 @@ LOG = "log.txt"
 ITEMS = "items.parquet"
 MEASURES = "measures.parquet"
 CELL_FILES = (CONFIG, REQUESTS, MEMORY, SUMMARY, PROVENANCE, LOG)
+
+#: How the name of what is half written ends; the machine is in it, because locks may not reach another one.
+HALF = f".{hashlib.sha256(os.uname().nodename.encode()).hexdigest()[:8]}.half"
 
 
 @dataclass(frozen=True)
@@ -111,17 +117,18 @@ def write_text(path: Path, text: str) -> bool:
     except FileNotFoundError:
         pass
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as out:
-            out.write(text)
-            out.flush()
-            os.fsync(out.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    with _writing(path.parent):
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name[:100]}.", suffix=HALF, dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as out:
+                out.write(text)
+                out.flush()
+                os.fsync(out.fileno())
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, path)
+        except BaseException:
+            Path(temporary).unlink(missing_ok=True)
+            raise
     return True
 
 
@@ -142,18 +149,75 @@ def staged(target: Path) -> Iterator[Path]:
     if target.exists():
         raise FileExistsError(f"{target} is already there; nothing measured is ever overwritten")
     target.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
+    with _writing(target.parent):
+        staging = Path(tempfile.mkdtemp(prefix=f".{target.name[:100]}.", suffix=HALF, dir=target.parent))
+        try:
+            yield staging
+            os.chmod(staging, 0o755)
+            # A power cut after the rename must not find a whole folder of empty files, nor forget the rename.
+            for path in (*staging.iterdir(), staging):
+                _sync(path)
+            os.rename(staging, target)
+        except BaseException:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+        _sync(target.parent)
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
     try:
-        yield staging
-        for path in staging.iterdir():
-            if path.is_file():
-                with path.open("rb") as handle:
-                    os.fsync(handle.fileno())
-        os.chmod(staging, 0o755)
-        os.rename(staging, target)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def _writing(folder: Path) -> Iterator[None]:
+    """Hold off `sweep` while something half written lies in the folder. The kernel lets go for those who are killed."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):  # a file system without locks, where sweep does nothing
+            fcntl.flock(handle, fcntl.LOCK_SH)
+        yield
+    finally:
+        os.close(handle)
+
+
+def sweep(folder: Path) -> int:
+    """Remove what killed writers left half written in a folder; nothing while anybody writes. Returns how much."""
+    found = list(folder.glob(f".*{HALF}"))
+    if not found:
+        return 0
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return 0
+    else:
+        for path in found:
+            if path.is_dir():
+                shutil.rmtree(path, ignore_errors=True)
+            else:
+                path.unlink(missing_ok=True)
+        return len(found)
+    finally:
+        os.close(handle)
+
+
+def cannot_write(error: OSError, folder: Path) -> str:
+    """An error of the operating system in one line that says what to do about it."""
+    # pyarrow says what it was, and not where: the number is in the text alone.
+    number = error.errno or next((code for code in errno.errorcode if f"[errno {code}]" in str(error).lower()), None)
+    where = error.filename or folder
+    if number in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        there = next((path for path in (folder, *folder.absolute().parents) if path.exists()), Path("/"))
+        free = shutil.disk_usage(there).free / 2**20
+        why = "a file may not grow so large (ulimit -f)" if number == errno.EFBIG else "the disk is full"
+        return f"{why} ({where}, {free:.0f} MiB free): make room and run again"
+    if number in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"cannot write {where} ({os.strerror(number)}): make it writable or name another folder"
+    return f"{' '.join(str(error.strerror or error).split())}: {where}"
 
 
 def read_summary(cell_dir: Path) -> dict[str, Any]:

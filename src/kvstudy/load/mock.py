@@ -41,6 +41,7 @@ class Script:
     break_share: float = 0.0  # an error event in mid-stream
     cut_share: float = 0.0  # the connection is closed in mid-stream
     hang_share: float = 0.0  # never answered
+    hang_path: str = ""  # never answered, whoever asks
     die_after: int = 0  # the process exits while it answers this request (1-based)
     die_status: int = 1
     die_message: str = ""
@@ -147,6 +148,9 @@ class _Handler(asyncio.Protocol):
     def _plain(self, path: str) -> None:
         mock = self.mock
         loop = asyncio.get_running_loop()
+        if path == mock.script.hang_path:
+            self.busy = True
+            return
         if path == "/health":
             self._answer(200 if loop.time() - mock.started >= mock.script.ready_after_s else 503, "{}")
         elif path == "/metrics":

@@ -14,11 +14,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import errno
 import json
 import os
 import random
-import shutil
 import signal
 import sys
 import tempfile
@@ -27,22 +25,22 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
+from urllib.error import HTTPError
 
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
 import pyarrow.parquet as pq
 import yaml
-from pydantic import ValidationError
 
 from kvstudy.frameworks import http
 from kvstudy.frameworks.base import Counters, OutOfMemory, Server, Unavailable
-from kvstudy.frameworks.launch import environment_folder, make_server, model_folder
+from kvstudy.frameworks.launch import environment_folder, make_server, model_folder, read_visit
 from kvstudy.frameworks.lease import Lease, lease
 from kvstudy.grid import store
 from kvstudy.grid.records import MEMORY_COLUMNS, Metric, Outcome, Source, Summary, Verdict
 from kvstudy.grid.schema import H2O, BurstLoad, Cell, ClosedLoad, KneeLoad, Load, PoissonLoad, Visit, Vllm, digest
-from kvstudy.grid.store import Layout
+from kvstudy.grid.store import Layout, cannot_write
 from kvstudy.load import client, workload
 from kvstudy.load.arrivals import ArrivalError, schedule
 from kvstudy.load.text import TextError
@@ -116,6 +114,14 @@ class _Died(Exception):
     """The server died in the middle of a search."""
 
 
+class _Hangs(Exception):
+    """The server lives and does not answer."""
+
+
+#: How long a server may take to say that it is well, once a load is over.
+HEALTH_S = 15.0
+
+
 # --- a visit -------------------------------------------------------------------------------------
 
 
@@ -152,13 +158,7 @@ class Measuring:
         Fault
             The installation is at fault; cells measured before that stay.
         """
-        todo: list[Cell] = []
-        for cell in self.visit.cells:
-            folder = self.layout.cell(cell.cell_id)
-            if store.is_whole(folder):
-                self.outcomes.cells[cell.cell_id] = str(store.read_summary(folder)["outcome"])
-            else:
-                todo.append(cell)
+        todo = self._missing(self.visit.cells)
         if not todo:
             say(f"nothing to measure: all {self._total} cells are there")
             return self.outcomes
@@ -178,9 +178,30 @@ class Measuring:
             tempfile.TemporaryDirectory(prefix="kvstudy-visit-") as work,
             lease(gpus, say=say) as held,
         ):
+            # Whoever held the lease until now may have measured some of them.
+            todo = self._missing(todo)
+            for folder in ("store", "workloads"):
+                store.sweep(self.layout.root / folder)
             while todo:
                 todo = self._bring_up_and_serve(todo, workloads, Path(work), held)
         return self.outcomes
+
+    def _missing(self, cells: Sequence[Cell]) -> list[Cell]:
+        """Those of the cells that are not in the store; notes what became of the others."""
+        missing = []
+        for cell in cells:
+            folder = self.layout.cell(cell.cell_id)
+            if not store.is_whole(folder):
+                missing.append(cell)
+                continue
+            try:
+                self.outcomes.cells[cell.cell_id] = str(store.read_summary(folder)["outcome"])
+            except (ValueError, KeyError) as error:
+                raise Fault(
+                    f"{folder / store.SUMMARY} is damaged ({error}): move the folder away and run again; "
+                    "only this cell is measured anew"
+                ) from None
+        return missing
 
     def _workload(self, cell: Cell) -> Path:
         try:
@@ -217,11 +238,18 @@ class Measuring:
                     # Died between loads: nobody's result; the same cell is tried on a fresh server.
                     self._restart_or_give_up(remaining, server, reason)
                     return remaining
-                cell = remaining.pop(0)
-                alive = self._serve(cell, workloads[cell.cell_id], server, timings, (up, log_start))
+                cell = remaining[0]
+                try:
+                    alive = self._serve(cell, workloads[cell.cell_id], server, timings, (up, log_start))
+                except _Hangs as error:
+                    self._restart_or_give_up(remaining, server, f"it hangs: {error}", hangs=True)
+                    return remaining
+                del remaining[0]
                 log_start = server.log_size()
-                if not alive and remaining:
-                    self._restart_or_give_up(remaining, server, server.failure() or "it no longer answers")
+                if remaining and not (alive and _is_well(server)):
+                    reason = server.failure()
+                    hangs = reason is None
+                    self._restart_or_give_up(remaining, server, reason or "it no longer answers", hangs=hangs)
                     return remaining
             return []
         finally:
@@ -232,15 +260,17 @@ class Measuring:
             self.outcomes.timings["teardown_s"] = took
             say(f"taken down after {took:.1f} s")
 
-    def _restart_or_give_up(self, remaining: list[Cell], server: BroughtUp, reason: str) -> None:
+    def _restart_or_give_up(
+        self, remaining: list[Cell], server: BroughtUp, reason: str, *, hangs: bool = False
+    ) -> None:
         self._restarts += 1
         if self._restarts <= MAX_RESTARTS:
             say(f"the server is gone ({reason}): bringing it up again for {len(remaining)} more cell(s)")
             return
-        outcome: Outcome = "oom" if server.death() == "oom" else "crashed"
+        outcome: Outcome = "timeout" if hangs else "oom" if server.death() == "oom" else "crashed"
         for cell in remaining:
             self._write_without_load(
-                cell, outcome, f"not tried: the server had died {self._restarts} times ({reason})", server
+                cell, outcome, f"not tried: the server was lost {self._restarts} times ({reason})", server
             )
         remaining.clear()
 
@@ -252,7 +282,7 @@ class Measuring:
         if count == 0:
             return 0.0
         begun = time.monotonic()
-        drawn = workload.load_requests(folder, warmup=True)
+        drawn = _drawn(folder, warmup=True)
         requests = build_requests(cell, drawn, min(count, len(drawn)), server.model_name)
         plan = client.Plan(
             requests,
@@ -277,7 +307,7 @@ class Measuring:
         done = len(self.outcomes.cells) + 1
         far = progress.of_study(self.visit.study, self.layout)
         say(f"measuring {cell.cell_slug} ({done}/{self._total} of this visit)" + (f"; {far}" if far else ""))
-        drawn = workload.load_requests(folder)
+        drawn = _drawn(folder)
         extra: dict[str, Metric] = {}
         if isinstance(cell.load, KneeLoad):
             offered, extra, found = self._search(cell, cell.load, drawn, server)
@@ -378,6 +408,8 @@ class Measuring:
             before = server.counters()
         except (OSError, ValueError, KeyError) as error:
             if server.failure() is None:
+                if not isinstance(error, HTTPError) and isinstance(error, OSError):
+                    raise _Hangs(str(error)) from error
                 raise Fault(f"the server is up but does not answer what it must: {error}") from error
             before = Counters()
         limit = server.watch().limit_bytes
@@ -621,6 +653,28 @@ def _concurrency(offered: Offered) -> dict[str, float | None]:
         "running_peak": peak if peak is not None else max(sampled, default=None),
         "preemptions": None if before is None or after is None else after - before,
     }
+
+
+def _drawn(folder: Path, *, warmup: bool = False) -> workload.Drawn:
+    try:
+        return workload.load_requests(folder, warmup=warmup)
+    except (OSError, ValueError, KeyError) as error:
+        raise Fault(
+            f"the workload {folder} is damaged ({' '.join(str(error).split())[:120]}): delete it and run again; "
+            "it is drawn anew, the same"
+        ) from None
+
+
+def _is_well(server: BroughtUp) -> bool:
+    """Whether the server says so within `HEALTH_S`: one that hangs must not cost the next cell its load."""
+    until = time.monotonic() + HEALTH_S
+    while server.failure() is None:
+        if http.is_healthy(server.url, timeout=max(0.1, until - time.monotonic())):
+            return True
+        if time.monotonic() >= until:
+            return False
+        time.sleep(0.1)
+    return False
 
 
 def _wait_until_idle(server: BroughtUp, bound_s: float = 30.0) -> None:
@@ -898,13 +952,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: shells start background jobs with it ignored
         signal.signal(number, interrupted)
     try:
-        visit = Visit.model_validate_json(options.visit.read_text(encoding="utf-8"))
+        visit = read_visit(options.visit)
         if options.cell is not None:
             cells = tuple(cell for cell in visit.cells if cell.cell_id == options.cell)
             if not cells:
                 raise Fault(f"visit {visit.id} has no cell {options.cell}")
             visit = visit.model_copy(update={"cells": cells})
         outcomes = measure_visit(visit, options.results, freeze=options.freeze)
+        store.sweep(options.marker.parent)
         store.write_json(
             options.marker,
             {
@@ -914,7 +969,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "cells": [{"cell": name, "outcome": outcome} for name, outcome in outcomes.cells.items()],
             },
         )
-    except (Fault, ValidationError) as error:
+    except (Fault, Unavailable) as error:
         say(f"kvstudy measure: {' '.join(str(error).split())}")
         if isinstance(error, Fault) and error.detail and options.log is not None:
             with contextlib.suppress(OSError), options.log.open("a", encoding="utf-8") as log:
@@ -924,13 +979,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say("kvstudy measure: interrupted; the server is stopped, finished cells stay, run again to go on")
         return 130
     except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
-        free = shutil.disk_usage(options.results if options.results.exists() else Path.cwd()).free
-        say(
-            f"kvstudy measure: the disk is full ({error.filename or options.results}, {free / 2**20:.0f} MiB free): "
-            "make room and run again; finished cells stay"
-        )
+        say(f"kvstudy measure: {cannot_write(error, options.results)}; finished cells stay")
         return 2
     return 0
 
