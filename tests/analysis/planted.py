@@ -14,6 +14,7 @@ def cell(framework: str, rate: float, **other: Any) -> dict[str, Any]:
     """A planted cell: an ordinary result, but for what the test says."""
     row: dict[str, Any] = dict.fromkeys((*KEYS, *AXES, *RESULTS))
     row |= {"framework": framework, "implementation": "native", "rule": "", "scheduler": "continuous"}
+    row |= {"variant": "", "shared_share": 0.0}
     row |= {"model": "m", "parameters": 1e8, "workload": "w", "load": "poisson", "rate": rate}
     row |= {"prompt_tokens": 100.0, "output_tokens": 50.0, "long_share": 0.0, "kv_memory_mib": 64.0}
     row |= {"hardware": "cpu", "device": "cpu", "seed": 0, "budget_share": FRAMEWORKS[framework]}
@@ -23,7 +24,7 @@ def cell(framework: str, rate: float, **other: Any) -> dict[str, Any]:
     for name, value in (("throughput.output", 100.0), ("e2el.p50", 1.0), ("tpot.p50", 0.02), ("ttft.p50", 0.1)):
         row |= metric(name, value)
     row |= other
-    axes = ("kv_memory_mib", "parameters", "prompt_tokens")
+    axes = ("kv_memory_mib", "parameters", "prompt_tokens", "variant", "load", "burstiness")
     row["point"] = f"{framework}-{row['budget_share']}-{rate}-" + "-".join(str(row[axis]) for axis in axes)
     row["cell"] = f"{row['point']}-{row['seed']}"
     row["deployment"], row["workload_key"] = framework, row["workload"]

@@ -88,11 +88,16 @@ def pairs(table: pd.DataFrame) -> Iterator[Pair]:
     good = table[usable(table)]
     for _, group in good.groupby("setting", sort=False):
         rows = [row for _, row in group.iterrows()]
-        baselines = [row for row in rows if row["framework"] == BASELINE]
+        released = [row for row in rows if row["framework"] == BASELINE]
+        baselines = [row for row in released if row["variant"] == ""] or released
         controls = [row for row in rows if row["framework"] == CONTROL]
         policies = [row for row in rows if row["framework"] not in (BASELINE, CONTROL)]
         for baseline in baselines:
             yield from (Pair("engine", baseline, control) for control in controls)
+            # The engine's own answers (a smaller cache, offloading) are policies on the same engine.
+            yield from (
+                Pair("policy", baseline, other) for other in released if other["variant"] != baseline["variant"]
+            )
         for policy in policies:
             own = [c for c in controls if c["scheduler"] == policy["scheduler"]] or controls
             yield from (Pair("policy", control, policy) for control in own)

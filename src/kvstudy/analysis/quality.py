@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from kvstudy.analysis.plan import Plan
-from kvstudy.analysis.table import read_cell
+from kvstudy.analysis.table import read_cell, variant_of
 from kvstudy.grid.records import QUALITY_COLUMNS
 from kvstudy.grid.store import MEASURES, Layout
 
@@ -48,6 +48,7 @@ def _axes(config: dict[str, Any]) -> dict[str, Any]:
         "framework": framework["name"],
         "implementation": framework.get("implementation", ""),
         "rule": framework.get("rule", "") or "",
+        "variant": variant_of(framework),
         "model": model["name"],
         "weights": "random" if model.get("source") == "random" else "pretrained",
         "budget": None if budget.get("tokens") is not None else float(budget["share"]),

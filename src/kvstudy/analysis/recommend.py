@@ -38,7 +38,7 @@ LEVEL = 0.95
 #: Errors from which a quantile of them means something; with fewer the largest is doubled.
 ENOUGH_ERRORS = 19
 
-SAME = ("framework", "implementation", "rule", "scheduler", "model", "hardware", "load")
+SAME = ("framework", "implementation", "rule", "variant", "scheduler", "model", "hardware", "load")
 
 
 class Refused(Exception):
@@ -110,7 +110,7 @@ def measured(table: pd.DataFrame) -> pd.DataFrame:
     frame["level"] = frame["rate"].fillna(frame["concurrency"])
     labels = []
     for row in frame.to_dict("records"):
-        parts = [str(row[key]) for key in ("framework", "implementation", "rule") if row[key]]
+        parts = [str(row[key]) for key in ("framework", "variant", "implementation", "rule") if row[key]]
         parts.append(f"b={row['budget_share']:g}" if row["budget_share"] < 1 else "")
         labels.append(" ".join(part for part in parts if part))
     frame["label"] = labels

@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         points(table).to_csv(out.with_name("points.csv"), index=False)
         if not options.no_attribution:
             attribute(table, options.results).to_csv(out.with_name("attribution.csv"), index=False)
-        decisions = decide_all(read_claims(options.claims), table)
+        decisions = decide_all(read_claims(options.claims), table, quality)
         write_json(out.with_name("claims.json"), as_json(decisions))
     except AnalysisError as error:
         print(f"kvstudy: {error}", file=sys.stderr)

@@ -29,6 +29,7 @@ AXES = (
     "framework",
     "implementation",
     "rule",
+    "variant",
     "scheduler",
     "model",
     "weights",
@@ -40,8 +41,10 @@ AXES = (
     "long_prompt_tokens",
     "long_share",
     "output_tokens",
+    "shared_share",
     "load",
     "rate",
+    "burstiness",
     "concurrency",
     "budget_share",
     "budget_of",
@@ -87,6 +90,7 @@ def axes_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "framework": framework["name"],
         "implementation": framework.get("implementation", ""),
         "rule": framework.get("rule", "") or "",
+        "variant": variant_of(framework),
         "scheduler": framework.get("scheduler", "") or "",
         "model": model["name"],
         "weights": "random" if model.get("source") == "random" else "pretrained",
@@ -98,8 +102,10 @@ def axes_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "long_prompt_tokens": typical(workload.get("long_prompt")),
         "long_share": float(workload.get("long_share", 0.0)),
         "output_tokens": typical(workload.get("output")),
+        "shared_share": float((workload.get("shared_prefix") or {}).get("share", 0.0)),
         "load": load["name"],
         "rate": float(load["rate"]) if load.get("rate") is not None else None,
+        "burstiness": float(load["burstiness"]) if load.get("burstiness") is not None else None,
         "concurrency": float(load["concurrency"]) if load.get("concurrency") is not None else None,
         "budget_share": float(budget.get("share", 1.0)),
         "budget_of": budget.get("of", "prompt"),
@@ -111,6 +117,17 @@ def axes_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "link_gbps": float(hardware["link_gbps"]) if hardware.get("link_gbps") is not None else None,
         "seed": int(config["seed"]),
     }
+
+
+def variant_of(framework: Mapping[str, Any]) -> str:
+    """Options that make a framework another thing to compare, as a reader names them; empty where there are none."""
+    # The prefill that policies have by default is exact; another is another thing to compare.
+    prefill = framework.get("prefill")
+    parts = [str(prefill).replace("_", " ")] if prefill in ("full_matrix", "chunked_lossy") else []
+    parts += ["prefix caching"] if framework.get("prefix_caching") else []
+    parts += [f"{framework['kv_cache_dtype']} KV"] if framework.get("kv_cache_dtype", "auto") != "auto" else []
+    parts += ["host offload"] if framework.get("offload_mib") else []
+    return ", ".join(parts)
 
 
 def typical(length: Mapping[str, Any] | None) -> float | None:
@@ -256,6 +273,7 @@ def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
         "long_prompt_tokens",
         "output_tokens",
         "rate",
+        "burstiness",
         "concurrency",
         "budget_tokens",
         "link_gbps",

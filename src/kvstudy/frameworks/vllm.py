@@ -35,6 +35,9 @@ _TCMALLOC = (
     "/usr/lib64/libtcmalloc_minimal.so.4",
 )
 
+#: Bytes of a number by its type.
+BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
 
 class VllmServer(ServerProcess):
     """`python -m vllm.entrypoints.openai.api_server` of the framework's environment."""
@@ -50,7 +53,10 @@ class VllmServer(ServerProcess):
         self._python = launch.environment_dir / "bin" / "python"
         if not self._python.exists():
             raise Unavailable(f"no vllm environment in {launch.environment_dir}: run 'kvstudy environment vllm'")
-        self._block_bytes = framework.block_size * launch.kv_bytes_per_token
+        entry = launch.kv_bytes_per_token
+        if framework.kv_cache_dtype == "fp8":
+            entry //= BYTES[launch.deployment.model.dtype]
+        self._block_bytes = framework.block_size * entry
         self._blocks = launch.kv_bytes // self._block_bytes
         if self._blocks < 1:
             raise Unavailable(f"kv_memory_mib holds not one block of {self._block_bytes} bytes: raise it")
@@ -90,6 +96,15 @@ class VllmServer(ServerProcess):
         eager = framework.enforce_eager
         if deployment.hardware.device == "cpu" if eager is None else eager:
             command.append("--enforce-eager")
+        if framework.kv_cache_dtype != "auto":
+            command += ["--kv-cache-dtype", framework.kv_cache_dtype]
+        if framework.offload_mib is not None:
+            command += [
+                "--kv-offloading-backend",
+                "native",
+                "--kv-offloading-size",
+                f"{framework.offload_mib / 1024:g}",
+            ]
         if deployment.model.gpus > 1:
             command += ["--tensor-parallel-size", str(deployment.model.gpus)]
         return [*command, *framework.extra_args]
@@ -135,6 +150,7 @@ class VllmServer(ServerProcess):
             "block_size": self._framework.block_size,
             "kv_memory_bytes": self._blocks * self._block_bytes,
             "prefix_caching": self._framework.prefix_caching,
+            "kv_cache_dtype": self._framework.kv_cache_dtype,
             "max_model_len": self._max_model_len,
         }
         if self.deployment.hardware.device == "cpu":
@@ -156,6 +172,7 @@ class VllmServer(ServerProcess):
             "block_size": _whole(info.get("block_size")),
             "kv_memory_bytes": None if blocks is None else (blocks - 1) * self._block_bytes,
             "prefix_caching": {"True": True, "False": False}.get(info.get("enable_prefix_caching", "")),
+            "kv_cache_dtype": info.get("cache_dtype"),
             "max_model_len": models[0].get("max_model_len") if models else None,
         }
         if self.deployment.hardware.device == "cpu":
@@ -198,12 +215,16 @@ class VllmServer(ServerProcess):
     def watch(self) -> Watch:
         """Live KV is the used share of the pool; vLLM does not say what weights and workspace take."""
         pool = self._blocks * self._block_bytes
-        limit = self.deployment.hardware.memory_limit_gib
+        limit, offloaded = self.deployment.hardware.memory_limit_gib, self._framework.offload_mib
         return Watch(
             metrics_url=f"{self.url}/metrics",
             pid=self.pid,
             gauges=(Gauge("vllm:kv_cache_usage_perc", "kv_live", "device", factor=float(pool)),),
-            constants=(("kv_reserved", "device", pool), ("weights", "device", self._weights())),
+            constants=(
+                ("kv_reserved", "device", pool),
+                ("weights", "device", self._weights()),
+                *((("kv_reserved", "host", int(offloaded * (1 << 20))),) if offloaded else ()),
+            ),
             running="vllm:num_requests_running",
             waiting="vllm:num_requests_waiting",
             gpu_process=self.deployment.hardware.device == "cuda",
@@ -212,8 +233,7 @@ class VllmServer(ServerProcess):
 
     def _weights(self) -> int:
         """Bytes of the weights in the served dtype, from the model's card (vLLM loads all of them)."""
-        size = {"bfloat16": 2, "float16": 2, "float32": 4}[self.deployment.model.dtype]
-        return int(self.launch.card.get("parameters", 0)) * size
+        return int(self.launch.card.get("parameters", 0)) * BYTES[self.deployment.model.dtype]
 
     def reset(self) -> None:
         """Forget cached prefixes; vLLM keeps no peaks."""

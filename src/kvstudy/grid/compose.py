@@ -29,6 +29,9 @@ QUALITY_GROUPS = ("framework", "model", "hardware", "quality")
 GROUPS = (*LOAD_GROUPS, "quality")
 #: Keys of the root that belong to no group.
 ROOT_FIELDS = ("budget", "kv_memory_mib", "seed", "sweep")
+#: Keys of a study, and of each of its parts: grids of which the study is the union.
+STUDY_KEYS = ("name", "title", "question", "axes", "set", "parts", "leave_out")
+PART_KEYS = ("axes", "set")
 #: Keys of a study that a user may override on the command line.
 STUDY_FIELDS = ("name", "title", "question")
 
@@ -38,14 +41,21 @@ class ConfigError(ValueError):
 
 
 @dataclass(frozen=True)
+class Grid:
+    """A product of axes, and what is fixed in it."""
+
+    axes: dict[str, list[Any]]
+    fixed: dict[str, Any]
+
+
+@dataclass(frozen=True)
 class StudyConfig:
-    """A study as `conf/` and the overrides say it, before expansion."""
+    """A study as `conf/` and the overrides say it, before expansion: the union of its grids."""
 
     name: str
     title: str
     question: str
-    axes: dict[str, list[Any]]
-    fixed: dict[str, Any]
+    grids: tuple[Grid, ...]
     leave_out: list[dict[str, Any]]
     options: dict[str, dict[str, dict[str, Any]]] = field(repr=False)  # group -> option -> composed config
     root: dict[str, Any] = field(repr=False)
@@ -180,74 +190,83 @@ def read_study(conf: Path, overrides: list[str]) -> StudyConfig:
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
         root = composed(*([f"study={study_option}"] if study_option else []))
         study = root["study"]
-        unknown = set(study) - {"name", "title", "question", "axes", "set"}
-        if unknown:
-            raise ConfigError(
-                f"conf/study/{study.get('name')}.yaml: unknown key '{min(unknown)}'; "
-                "choices: name, title, question, axes, set"
-            )
-        axes = {key: list(v) if isinstance(v, list) else [v] for key, v in study.get("axes", {}).items()}
-        fixed = dict(study.get("set") or {})
+        where = f"conf/study/{study.get('name')}.yaml"
+        for entry, keys in ((study, STUDY_KEYS), *((part, PART_KEYS) for part in study.get("parts") or ())):
+            unknown = set(entry) - set(keys)
+            if unknown:
+                raise ConfigError(f"{where}: unknown key '{min(unknown)}'; choices: {', '.join(keys)}")
+        grids = [_grid(study, part, values) for part in study.get("parts") or [{}]]
         known = cell_keys()
-        for key in (*axes, *fixed):
+        for key in (key for grid in grids for key in (*grid.axes, *grid.fixed)):
             if key not in known:
-                raise ConfigError(f"conf/study/{study['name']}.yaml: unknown key '{key}'; {_choices(key, known)}")
+                raise ConfigError(f"{where}: unknown key '{key}'; {_choices(key, known)}")
         for key, chosen in values.items():
             if key.startswith("study."):
                 study[key.removeprefix("study.")] = chosen[0]
-            else:
-                # What the command line says replaces what the study says of the same key, and of keys below
-                # it (framework=full drops an axis framework.sinks no more than it must).
-                fixed.pop(key, None)
-                axes[key] = chosen
         used: dict[str, dict[str, dict[str, Any]]] = {}
         for group in GROUPS:
-            names = [_known_option(str(name), group, conf) for name in axes.get(group, [])]
-            if names:
-                used[group] = {name: composed(f"{group}={name}")[group] for name in names}
-            else:
-                used[group] = {"": root[group]}
+            names = {_known_option(str(name), group, conf) for grid in grids for name in grid.axes.get(group, [])}
+            used[group] = {name: composed(f"{group}={name}")[group] for name in sorted(names)} | {"": root[group]}
     return StudyConfig(
         name=study["name"],
         title=study["title"],
         question=study["question"],
-        axes=axes,
-        fixed=fixed,
-        leave_out=list(root.get("leave_out") or []),
+        grids=tuple(grids),
+        leave_out=[*(root.get("leave_out") or []), *(study.get("leave_out") or [])],
         options=used,
         root={name: root[name] for name in ROOT_FIELDS},
         asked=frozenset(values),
     )
 
 
-def combinations(study: StudyConfig) -> Iterator[dict[str, Any]]:
-    """Every combination of the axes as a plain resolved config, in the order of the axes: cells, then quality cells.
+def _grid(study: dict[str, Any], part: dict[str, Any], asked: dict[str, list[Any]]) -> Grid:
+    """A part's grid: what it says replaces what the study says of the same key, and overrides replace both."""
+    axes: dict[str, list[Any]] = {}
+    fixed: dict[str, Any] = {}
+    for layer in (study, part):
+        for key, value in (layer.get("axes") or {}).items():
+            fixed.pop(key, None)
+            axes[key] = list(value) if isinstance(value, list) else [value]
+        for key, value in (layer.get("set") or {}).items():
+            axes.pop(key, None)
+            fixed[key] = value
+    for key, chosen in asked.items():
+        if not key.startswith("study."):
+            fixed.pop(key, None)
+            axes[key] = chosen
+    return Grid(axes, fixed)
 
-    A key that an option does not have (load.rate under a closed loop) does not apply to it; the
-    combinations that become equal by this are given once by the caller's hash.
+
+def combinations(study: StudyConfig) -> Iterator[dict[str, Any]]:
+    """Every combination of the axes as a plain resolved config, in the order of the grids and their axes.
+
+    Of each grid first the cells, then the quality cells; a group without an option (`load: []`) gives none of its kind.
+    A key that an option does not have (load.rate under a closed loop) does not apply to it; the combinations that
+    become equal by this are given once by the caller's hash.
     """
-    leaves = {key: values for key, values in study.axes.items() if key not in GROUPS}
     applied: set[str] = set()
-    for groups in (LOAD_GROUPS, QUALITY_GROUPS):
-        for chosen in itertools.product(*(study.options[group] for group in groups)):
-            base = {g: study.options[g][name] for g, name in zip(groups, chosen, strict=True)} | study.root
+    for grid, groups in itertools.product(study.grids, (LOAD_GROUPS, QUALITY_GROUPS)):
+        leaves = {key: values for key, values in grid.axes.items() if key not in GROUPS}
+        for chosen in itertools.product(*(grid.axes.get(group, [""]) for group in groups)):
+            base = {g: study.options[g][str(name)] for g, name in zip(groups, chosen, strict=True)} | study.root
             mine = {key: v for key, v in leaves.items() if _applies(base, key)}
-            fixed = {key: v for key, v in study.fixed.items() if _applies(base, key)}
+            fixed = {key: v for key, v in grid.fixed.items() if _applies(base, key)}
             applied |= set(mine) | set(fixed)
             for point in itertools.product(*mine.values()):
                 config = _copy(base)
                 for key, value in {**fixed, **dict(zip(mine, point, strict=True))}.items():
                     _assign(config, key, value)
                 yield config
-    for key in sorted((set(leaves) - applied) & study.asked):
+    for key in sorted(study.asked - applied):
         group = key.split(".")[0]
-        chosen_options = [name for name in study.options.get(group, {}) if name]
+        if group == "study" or key in GROUPS:
+            continue
+        used = {str(name) for grid in study.grids for name in grid.axes.get(group, [""])}
         keys: set[str] = set()
-        for config in study.options.get(group, {}).values():
-            keys |= _option_keys(group, config)
-        raise ConfigError(
-            f"'{key}' is a key of none of {group} {', '.join(chosen_options) or 'chosen'}; {_choices(key, keys)}"
-        )
+        for name in used:
+            keys |= _option_keys(group, study.options[group][name])
+        names = ", ".join(sorted(used - {""})) or "chosen"
+        raise ConfigError(f"'{key}' is a key of none of {group} {names}; {_choices(key, keys)}")
 
 
 def _variant(annotation: Any, config: Any) -> Any:

@@ -80,6 +80,7 @@ QUALITY_COLUMNS: dict[str, str] = {
     "framework": "string",
     "implementation": "string",
     "rule": "string",
+    "variant": "string",  # options that make the framework another thing to compare; empty where there are none
     "model": "string",
     "weights": "string",
     "budget": "float64",  # nominal share; NaN where it is absolute

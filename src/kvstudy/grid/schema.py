@@ -361,7 +361,12 @@ class Budget(Strict):
 
 
 class Vllm(Strict):
-    """The released vLLM, pinned; paged KV, the full cache."""
+    """The released vLLM, pinned; paged KV, the full cache.
+
+    `kv_cache_dtype: fp8` stores entries of one byte, so that the same KV memory holds twice as many.
+    `offload_mib` is vLLM's native host offloading: finished blocks go to that much host memory and come back when
+    a prompt begins with them (so it implies prefix caching).
+    """
 
     name: Literal["vllm"] = "vllm"
     title: str = Field(default="vLLM")
@@ -369,11 +374,25 @@ class Vllm(Strict):
     pins: dict[str, str] = {}
     enforce_eager: bool | None = None  # None: eager on a CPU, where compiling takes minutes; graphs on CUDA
     prefix_caching: bool = False
+    kv_cache_dtype: Literal["auto", "fp8"] = "auto"
+    offload_mib: PositiveFloat | None = None
     max_num_seqs: PositiveInt = 64
     max_num_batched_tokens: PositiveInt = 512
     block_size: PositiveInt = 32
     bring_up_s: PositiveFloat = Field(default=300.0)
     extra_args: tuple[str, ...] = ()
+
+    @model_validator(mode="after")
+    def _offloading_finds_blocks_by_prefix(self) -> Vllm:
+        if self.offload_mib is not None and not self.prefix_caching:
+            raise ValueError("offload_mib needs prefix_caching: offloaded blocks are found again by their prefix")
+        return self
+
+    @property
+    def label(self) -> str:
+        """Its name with the options that make it another thing to compare, as it reads in a folder's name."""
+        marks = {"prefix": self.prefix_caching, "fp8": self.kv_cache_dtype == "fp8", "offload": self.offload_mib}
+        return "-".join([self.name, *(mark for mark, on in marks.items() if on)])
 
     @property
     def environment(self) -> str | None:
@@ -387,6 +406,7 @@ class Vllm(Strict):
 
 
 class _Native(Strict):
+    name: str
     implementation: Literal["native"] = "native"
     pins: dict[str, str] = {}
     scheduler: Literal["continuous", "static"] = "continuous"
@@ -397,6 +417,11 @@ class _Native(Strict):
     prefill: Literal["blocked", "full_matrix", "chunked_lossy"] = "blocked"
     block_size: PositiveInt = 32
     bring_up_s: PositiveFloat = Field(default=300.0)
+
+    @property
+    def label(self) -> str:
+        """Its name as it reads in a folder's name."""
+        return self.name
 
     @property
     def environment(self) -> str | None:
@@ -539,7 +564,7 @@ class Deployment(Strict):
     def slug(self) -> str:
         """Readable part of its name."""
         share = f"{self.budget.tokens}t" if self.budget.of == "tokens" else number(self.budget.share)
-        parts = [self.framework.name, self.model.name, f"b{share}", f"kv{number(self.kv_memory_mib)}"]
+        parts = [self.framework.label, self.model.name, f"b{share}", f"kv{number(self.kv_memory_mib)}"]
         return "_".join(parts)
 
     @property

@@ -106,7 +106,7 @@ def with_series(frame: pd.DataFrame) -> pd.DataFrame:
         column: {
             name for name, part in frame.groupby("framework") if part[column].astype("string").fillna("").nunique() > 1
         }
-        for column in ("implementation", "rule", "scheduler")
+        for column in ("variant", "implementation", "rule", "scheduler")
     }
     labels = []
     columns = [*several, "framework", "budget_share", "budget_of", "budget_tokens"]

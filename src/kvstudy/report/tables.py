@@ -188,7 +188,7 @@ def setup(data: StudyData) -> Table:
     order = sorted(measured.index, key=lambda i: style.rank(str(measured.at[i, "framework"])))
     for index in order:
         row = measured.loc[index]
-        key = (str(row["framework"]), str(row["implementation"]), str(row["rule"]), str(row["scheduler"]))
+        key = tuple(str(row[name]) for name in ("framework", "implementation", "rule", "variant", "scheduler"))
         if key in seen:
             continue
         seen.add(key)
