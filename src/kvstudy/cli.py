@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from kvstudy.grid.compose import ConfigError
+from kvstudy.grid.estimate import estimate
 from kvstudy.grid.plan import Plan, make_plan, model_id, plan_study, project_root, write_plan
 from kvstudy.grid.schema import Deployment
 from kvstudy.grid.store import Layout, is_whole
@@ -68,8 +69,9 @@ def grid(argv: list[str]) -> int:
     width = max(len(row[0]) for row in rows)
     for name, number, state in rows:
         print(f"{name:{width}}  {number:>5}  {state}")
-    measured = sum(row[2] == "measured" for row in rows)
-    print(f"\n{plan.name}: {len(plan.cells)} cells in {len(plan.visits)} visits, {measured} measured")
+    done = frozenset(row[0] for row in rows if row[2] == "measured")
+    print(f"\n{plan.name}: {len(plan.cells)} cells in {len(plan.visits)} visits, {len(done)} measured")
+    print(estimate(plan, done).text(max((cell.hardware.gpus for cell in plan.cells), default=0)))
     reasons: dict[str, list[str]] = {}
     for entry in plan.left_out:
         reasons.setdefault(entry.reason, []).append(entry.cell)

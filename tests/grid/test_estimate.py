@@ -1,0 +1,43 @@
+"""The estimate of a plan: its loads' own seconds and a little more, GPU-hours where there are GPUs."""
+
+from __future__ import annotations
+
+from kvstudy.grid.estimate import estimate
+from kvstudy.grid.plan import make_plan, project_root
+
+CONF = project_root() / "conf"
+
+
+def test_a_plan_takes_at_least_what_its_loads_last() -> None:
+    plan = make_plan(CONF, ["study=tiny"])
+    loads = sum(cell.load.duration_s for cell in plan.cells)
+    found = estimate(plan)
+    assert loads < found.wall_s < 10 * loads and found.gpu_s == 0 and found.cells == len(plan.cells)
+    assert "min" in found.text()
+
+
+def test_what_is_measured_takes_nothing_more() -> None:
+    plan = make_plan(CONF, ["study=tiny"])
+    one, *rest = (cell.cell_id for cell in plan.cells)
+    assert estimate(plan, frozenset(rest)).wall_s < estimate(plan).wall_s
+    assert estimate(plan, frozenset([one, *rest])).text() == "nothing to measure"
+
+
+def test_gpu_hours_count_every_gpu_that_a_visit_holds() -> None:
+    plan = make_plan(CONF, ["study=paper", "framework=vllm", "model=llama-3.1-70b", "seed=0", "model.gpus=4"])
+    found = estimate(plan)
+    assert {visit.gpus for visit in plan.visits} == {4}
+    assert found.gpu_s == 4 * found.wall_s > 0
+    assert "GPU-hours" in found.text(4)
+
+
+def test_paper_is_composed_for_four_gpus_and_covers_the_paper_s_axes() -> None:
+    plan = make_plan(CONF, ["study=paper"])
+    cells = plan.cells
+    assert {getattr(cell.load, "concurrency", None) for cell in cells} >= {16, 32, 48, 64, 80, 96}
+    lengths = {cell.workload.prompt.tokens for cell in cells if cell.workload.prompt.kind == "fixed"}
+    assert max(lengths) > 120_000
+    assert {cell.workload.output.tokens for cell in cells if cell.workload.output.kind == "fixed"} >= {512, 8192}
+    assert {cell.model.gpus for cell in cells} == {1, 2, 4}
+    assert {cell.budget.share for cell in cells} == {1.0, 0.5, 0.3, 0.1}
+    assert len({cell.model.name for cell in cells}) == 3
