@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 SNAKEMAKE := snakemake --cores $(CORES) --config study=$(STUDY) $(if $(OVERRIDES),'overrides=$(OVERRIDES)')
 
-.PHONY: study setup test test-long test-slurm lint ui report clean-venv
+.PHONY: study setup test test-long test-slurm lint ui report paper clean-venv
 .DEFAULT_GOAL := study
 
 study: setup  ## set everything up, run the study, end by naming what it made
@@ -40,6 +40,9 @@ lint: setup
 
 ui: setup  ## browse the runs
 	mlflow ui --backend-store-uri sqlite:///results/mlflow.db --port 5000
+
+paper: setup  ## the LaTeX paper of a study (needs latexmk and LaTeX)
+	@$(SNAKEMAKE) paper
 
 report: setup  ## rebuild figures, tables and PDF from the cells that are there
 	@$(SNAKEMAKE) report

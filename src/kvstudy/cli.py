@@ -66,11 +66,17 @@ def grid(argv: list[str]) -> int:
         for cell in visit.cells:
             state = "measured" if is_whole(layout.cell(cell.cell_id)) else "to do"
             rows.append((cell.cell_id, str(priority), state))
+    done = frozenset(row[0] for row in rows if row[2] == "measured")
+    for asked in plan.quality:
+        for one in asked.cells:
+            rows.append((one.cell_id, "-", "scored" if is_whole(layout.cell(one.cell_id)) else "to do"))
     width = max(len(row[0]) for row in rows)
     for name, number, state in rows:
         print(f"{name:{width}}  {number:>5}  {state}")
-    done = frozenset(row[0] for row in rows if row[2] == "measured")
     print(f"\n{plan.name}: {len(plan.cells)} cells in {len(plan.visits)} visits, {len(done)} measured")
+    if plan.quality:
+        scored = sum(row[2] == "scored" for row in rows)
+        print(f"quality: {sum(len(asked.cells) for asked in plan.quality)} cells, {scored} scored")
     print(estimate(plan, done).text(max((cell.hardware.gpus for cell in plan.cells), default=0)))
     reasons: dict[str, list[str]] = {}
     for entry in plan.left_out:
@@ -296,6 +302,7 @@ COMMANDS: dict[str, tuple[Main, str]] = {
     ),
     "figure": (_stage("kvstudy.report.figures"), "draw one figure"),
     "table": (_stage("kvstudy.report.tables"), "write one table"),
+    "paper": (_stage("kvstudy.report.paper"), "the LaTeX paper of a study's figures and tables"),
     "report": (report, "figures, tables, PDF and HTML"),
     "track": (
         _with_study("kvstudy.tracking.sync", "track", lambda lay, name: lay.root / "tracking" / f"{name}.json"),

@@ -11,6 +11,7 @@ import pandas as pd
 import pytest
 from planted import cell, metric
 
+from kvstudy.analysis import kept_quality
 from kvstudy.analysis import recommend as guide
 from kvstudy.analysis.plan import AnalysisError
 
@@ -93,6 +94,80 @@ def test_quality_that_was_not_measured_is_not_promised() -> None:
     answers = guide.recommend(table(), guide.Query("m", 250.0, 3.0, 48.0, min_quality=0.95))
     refused = {one.framework for one in answers if one.refused}
     assert refused == {"h2o", "infinigen"}
+
+
+def quality_row(
+    framework: str, context: float, share: float, measure: str = "retention", **other: Any
+) -> dict[str, Any]:
+    """A planted quality result that keeps `share` of the whole cache's 0.8."""
+    value, whole = 0.8 * share, 0.8
+    found = {"framework": framework, "implementation": "native", "rule": "", "variant": "", "model": "m", "budget": 0.3}
+    found |= {
+        "measure": measure,
+        "context": context,
+        "depth": float("nan"),
+        "verdict": "VALID",
+        "weights": "pretrained",
+    }
+    found |= {
+        "value": value,
+        "diff": value - whole,
+        "diff_low": value - whole - 0.01,
+        "diff_high": value - whole + 0.01,
+    }
+    return found | {"cell": f"q-{framework}-{context:g}"} | other
+
+
+@pytest.mark.parametrize(("share", "state"), [(1.0, "meets"), (0.5, "misses"), (0.9, "may meet")])
+def test_measured_quality_is_held_against_the_bound(share: float, state: str) -> None:
+    quality = pd.DataFrame([quality_row(name, at, share) for name in ("h2o", "infinigen") for at in (100.0, 400.0)])
+    answers = guide.recommend(table(), guide.Query("m", 250.0, 3.0, 48.0, min_quality=0.9), quality)
+    states = {one.framework: one.slo for one in answers}
+    assert states == {"vllm": "meets", "full": "meets", "h2o": state, "infinigen": state}
+    h2o = next(one for one in answers if one.framework == "h2o")
+    assert h2o.quality is not None and h2o.quality.value == pytest.approx(share)
+
+
+def test_the_worst_measure_of_the_contexts_around_counts() -> None:
+    rows = [quality_row("h2o", 100.0, 0.9), quality_row("h2o", 400.0, 0.7), quality_row("h2o", 1600.0, 0.1)]
+    worse = {"value": 12.0, "diff": 6.0, "diff_low": 5.0, "diff_high": 7.0}  # perplexity: 6 of the whole cache
+    rows.append(quality_row("h2o", 100.0, 1.0, "perplexity", **worse))
+    line = pd.Series(
+        {"framework": "h2o", "implementation": "native", "rule": "", "variant": "", "model": "m", "budget_share": 0.3},
+        dtype=object,
+    )
+    found = kept_quality.kept(pd.DataFrame(rows), line, 250.0)
+    assert found.measure == "perplexity at 100 tokens" and found.value == pytest.approx(0.5)
+    assert found.low < 0.5 < found.high
+    for context, words in ((50.0, "100 to 1600 tokens"), (2000.0, "not at 2000")):
+        with pytest.raises(kept_quality.Unmeasured, match=words):
+            kept_quality.kept(pd.DataFrame(rows), line, context)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "words"),
+    [
+        ("--rate", "nan", "not a number above 0"),
+        ("--rate", "-1", "not a number above 0"),
+        ("--context", "0", "not a number above 0"),
+        ("--slo-ttft", "inf", "not a number above 0"),
+        ("--min-quality", "90", "0.9 for nine tenths"),
+    ],
+)
+def test_a_question_that_means_nothing_is_refused(
+    option: str, value: str, words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = {"--cells": "x.parquet", "--model": "m", "--context": "1", "--rate": "1", "--kv-memory": "1"}
+    with pytest.raises(SystemExit):
+        guide.main([text for pair in (base | {option: value}).items() for text in pair])
+    assert words in capsys.readouterr().err
+
+
+def test_a_table_of_an_older_version_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    table().drop(columns="variant").to_parquet(tmp_path / "cells.parquet")
+    arguments = ["--cells", str(tmp_path / "cells.parquet"), "--model", "m", "--context", "1", "--rate", "1"]
+    assert guide.main([*arguments, "--kv-memory", "1"]) == 2
+    assert "run `kvstudy analyse` again" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -49,6 +49,7 @@ localrules:
     environment,
     analyse,
     document,
+    paper,
     sync,
 
 

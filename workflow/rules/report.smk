@@ -93,6 +93,25 @@ rule document:
         " --template {input.template} --out {output} > {log}"
 
 
+# The LaTeX route, for who has a LaTeX: the same figures and tables, in a two-column paper.
+rule paper:
+    input:
+        figures=rules.figures.input,
+        tables=expand(f"{STUDY_DIR}/tables/{{table}}.tex", table=TABLES),
+        source="reports/paper/main.tex",
+    output:
+        pdf=f"{STUDY_DIR}/paper.pdf",
+        words=f"{STUDY_DIR}/paper.tex",
+    log:
+        f"{RESULTS}/logs/{STUDY}/paper.log",
+    params:
+        study=study_folder,
+        results=results_folder,
+    shell:
+        "kvstudy paper --study-dir {params.study} --results {params.results} --source {input.source}"
+        " --out {output.pdf} > >(tee {log}) 2>&1"
+
+
 rule report:
     input:
         rules.analyse.input.visits,

@@ -21,12 +21,22 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
+from kvstudy.analysis.kept_quality import Kept, Unmeasured, kept
 from kvstudy.analysis.plan import AnalysisError
+from kvstudy.analysis.quality import read_quality
 from kvstudy.analysis.replicates import points
 from kvstudy.analysis.table import check_one_machine, read_table
 
-#: Metrics that are predicted. `kv_live` is a peak in MiB.
-METRICS = ("ttft.p50", "tpot.p50", "e2el.p50", "throughput.output", "kv_live")
+#: Metrics that are predicted: name and unit. `kv_live` is the peak on the device, `kv_total` with the host's.
+METRICS = {
+    "ttft.p50": ("median TTFT", "s"),
+    "tpot.p50": ("median TPOT", "s"),
+    "e2el.p50": ("median E2EL", "s"),
+    "throughput.output": ("output throughput", "tokens/s"),
+    "kv_live": ("KV on the device, peak", "MiB"),
+    "kv_total": ("KV with the host's, peak", "MiB"),
+}
+TIERS = ("device", "host")
 
 #: Coordinates of a point, in the order in which they are interpolated.
 AXES = ("context", "kv_memory_mib", "level")
@@ -84,6 +94,7 @@ class Answer:
     budget_share: float
     predictions: dict[str, Prediction] = field(default_factory=dict)
     slo: str = ""
+    quality: Kept | None = None
     distance: float = 0.0
     refused: str = ""
     notes: list[str] = field(default_factory=list)
@@ -96,8 +107,10 @@ def measured(table: pd.DataFrame) -> pd.DataFrame:
     """Points of a table (a row a point and metric) with coordinates and the name of their line."""
     check_one_machine(table)
     wide = table.copy()
-    for kind, column in (("kv_live", "memory.kv_live_peak.device"),):
-        wide[kind] = wide[column] / 2**20 if column in wide else np.nan
+    live = {tier: wide.get(f"memory.kv_live_peak.{tier}", pd.Series(np.nan, index=wide.index)) for tier in TIERS}
+    wide["kv_live"] = live["device"] / 2**20
+    wide["kv_total"] = (live["device"] + live["host"].fillna(0)) / 2**20
+    for kind in ("kv_live", "kv_total"):
         for end in ("low", "high"):
             wide[f"{kind}.{end}"] = np.nan
         wide[f"{kind}.n"] = 1.0
@@ -119,7 +132,7 @@ def measured(table: pd.DataFrame) -> pd.DataFrame:
 
 def lines(frame: pd.DataFrame) -> list[pd.DataFrame]:
     """The measured points by line."""
-    keys = [*SAME, "budget_share", "output_tokens"]
+    keys = [*SAME, "budget_share", "output_tokens", "long_share", "shared_share"]
     return [part for _, part in frame.groupby(keys, dropna=False, sort=True)]
 
 
@@ -256,8 +269,8 @@ def leave_one_out(frame: pd.DataFrame) -> list[Coverage]:
 # --- the answer ----------------------------------------------------------------------------------
 
 
-def recommend(table: pd.DataFrame, query: Query) -> list[Answer]:
-    """Every line's answer to a query, the best first, refusals last."""
+def recommend(table: pd.DataFrame, query: Query, quality: pd.DataFrame | None = None) -> list[Answer]:
+    """Every line's answer to a query, the best first, refusals last. `quality` is the studies' quality.parquet."""
     frame = measured(table)
     frame = frame[frame["load"] == "poisson"] if not frame.empty else frame
     if frame.empty:
@@ -266,7 +279,7 @@ def recommend(table: pd.DataFrame, query: Query) -> list[Answer]:
         known = ", ".join(sorted(set(frame["model"])))
         raise AnalysisError(f"no measured cell of model '{query.model}'; there are {known}")
     spread = {metric: half_width(errors(frame, metric)[0]) for metric in METRICS}
-    answers = [_answer(line, query, spread) for line in lines(frame[frame["model"] == query.model])]
+    answers = [_answer(line, query, spread, quality) for line in lines(frame[frame["model"] == query.model])]
     order = {"meets": 0, "may meet": 1, "": 1, "misses": 2}
     return sorted(
         answers,
@@ -279,20 +292,23 @@ def _rank_value(answer: Answer) -> float:
     return found.value if found is not None else math.inf
 
 
-def _answer(line: pd.DataFrame, query: Query, spread: dict[str, float]) -> Answer:
+def _answer(line: pd.DataFrame, query: Query, spread: dict[str, float], quality: pd.DataFrame | None) -> Answer:
     first = line.iloc[0]
     outputs = f", {first['output_tokens']:g} tokens out" if pd.notna(first["output_tokens"]) else ""
     answer = Answer(f"{first['label']}{outputs}", str(first["framework"]), float(first["budget_share"]))
-    if query.min_quality is not None and first["budget_share"] < 1:
-        answer.refused = "its quality at this budget has not been measured"
-        return answer
+    try:
+        answer.quality = kept(read_quality(Path()) if quality is None else quality, first, query.context)
+    except Unmeasured as reason:
+        if query.min_quality is not None:
+            answer.refused = str(reason)
+            return answer
     at = (query.context, query.kv_memory_mib, query.rate)
     saturated = False
     try:
         for metric in METRICS:
             good, failed = points_of(line, metric)
             _refuse_beside_failures(failed, at)
-            if metric == "kv_live" and not good:
+            if metric.startswith("kv_") and not good:
                 continue
             one = interpolate(good, at)
             half = math.hypot(one.half, spread[metric] if one.interpolated else 0.0)
@@ -310,7 +326,7 @@ def _answer(line: pd.DataFrame, query: Query, spread: dict[str, float]) -> Answe
         return answer
     if saturated:
         answer.notes.append("a neighbouring measured load was saturated: latencies there measure the queue")
-    answer.slo = _slo(answer, query, saturated)
+    answer.slo = _bounds(answer, query, saturated)
     return answer
 
 
@@ -326,15 +342,17 @@ def _distance(known: Sequence[tuple[float, ...]], at: Sequence[float]) -> float:
     return min(max(max(a, b) / min(a, b) - 1 for a, b in zip(point, at, strict=True)) for point in known)
 
 
-def _slo(answer: Answer, query: Query, saturated: bool) -> str:
+def _bounds(answer: Answer, query: Query, saturated: bool) -> str:
+    """Whether the bounds that were asked for are met: by the whole interval, in part, or not."""
     states = []
     for metric, bound in query.slos().items():
         one = answer.predictions[metric]
-        states.append("meets" if one.high <= bound else "misses" if one.low > bound else "may meet")
-    if not states:
-        return ""
-    worst = max(states, key=("meets", "may meet", "misses").index)
-    return "may meet" if worst == "meets" and saturated else worst
+        state = "meets" if one.high <= bound else "misses" if one.low > bound else "may meet"
+        states.append("may meet" if state == "meets" and saturated else state)
+    if query.min_quality is not None and answer.quality is not None:
+        low, high, least = answer.quality.low, answer.quality.high, query.min_quality
+        states.append("meets" if low >= least else "misses" if high < least else "may meet")
+    return max(states, key=("meets", "may meet", "misses").index) if states else ""
 
 
 # --- command line --------------------------------------------------------------------------------
@@ -355,7 +373,14 @@ def _text(answers: Sequence[Answer], query: Query, coverage: Sequence[Coverage])
         out.append(f"{place:4}. {answer.line}{slo} ({far})")
         for metric, one in answer.predictions.items():
             interval = f"[{one.low:.4g}, {one.high:.4g}]" if one.high > one.low else "[no interval]"
-            out.append(f"        {metric:18} {one.value:9.4g}  {interval}")
+            name, unit = METRICS[metric]
+            out.append(f"        {name:25} {one.value:9.4g} {unit:9} {interval}")
+        if answer.quality is not None and answer.quality.cells:
+            one_quality = answer.quality
+            interval = f"[{one_quality.low:.3g}, {one_quality.high:.3g}]"
+            out.append(
+                f"        {'quality kept':25} {one_quality.value:9.3g} {'':9} {interval} ({one_quality.measure})"
+            )
         out += [f"        note: {note}" for note in answer.notes]
     known = [one for one in coverage if one.predicted]
     if known:
@@ -370,18 +395,36 @@ def _text(answers: Sequence[Answer], query: Query, coverage: Sequence[Coverage])
     return "\n".join(out)
 
 
+def positive(text: str) -> float:
+    """A number above 0, for argparse."""
+    value = float(text)
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+    return value
+
+
+def share(text: str) -> float:
+    """A number above 0 and at most 1, for argparse."""
+    value = positive(text)
+    if value > 1:
+        raise argparse.ArgumentTypeError(f"{text} is above 1: give a share, 0.9 for nine tenths")
+    return value
+
+
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code (1: every line refused)."""
     parser = argparse.ArgumentParser(prog="kvstudy recommend", description=__doc__.split("\n")[0])
     parser.add_argument("--cells", type=Path, nargs="+", required=True, help="cells.parquet of one or more studies")
     parser.add_argument("--model", required=True)
-    parser.add_argument("--context", type=float, required=True, help="prompt tokens")
-    parser.add_argument("--rate", type=float, required=True, help="requests a second")
-    parser.add_argument("--kv-memory", type=float, required=True, help="MiB for KV on the device")
-    parser.add_argument("--slo-ttft", type=float, help="bound on the median, seconds")
-    parser.add_argument("--slo-tpot", type=float, help="bound on the median, seconds")
-    parser.add_argument("--slo-e2el", type=float, help="bound on the median, seconds")
-    parser.add_argument("--min-quality", type=float, help="share of the full cache's quality")
+    parser.add_argument("--context", type=positive, required=True, metavar="TOKENS", help="prompt tokens")
+    parser.add_argument("--rate", type=positive, required=True, metavar="REQ/S", help="requests a second")
+    parser.add_argument("--kv-memory", type=positive, required=True, metavar="MIB", help="MiB for KV on the device")
+    for metric in ("ttft", "tpot", "e2el"):
+        bound = f"bound on the median {metric.upper()}, seconds"
+        parser.add_argument(f"--slo-{metric}", type=positive, metavar="S", help=bound)
+    parser.add_argument(
+        "--min-quality", type=share, metavar="SHARE", help="share of the whole cache's quality, above 0 and at most 1"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     options = parser.parse_args(argv)
     query = Query(
@@ -396,7 +439,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     try:
         table = pd.concat([read_table(path) for path in options.cells]).drop_duplicates("cell")
-        answers = recommend(table, query)
+        quality = pd.concat([read_quality(path.parent) for path in options.cells]).drop_duplicates()
+        answers = recommend(table, query, quality)
         coverage = leave_one_out(measured(table))
     except AnalysisError as error:
         print(f"kvstudy: {error}", file=sys.stderr)

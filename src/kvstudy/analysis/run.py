@@ -23,7 +23,7 @@ CLAIMS = Path(__file__).resolve().parents[3] / "conf" / "claims"
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="kvstudy.analysis.run", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="kvstudy analyse", description=__doc__.split("\n")[0])
     parser.add_argument("--plan", type=Path, required=True, help="plan.json of the study")
     parser.add_argument("--results", type=Path, required=True, help="results folder that holds store/")
     parser.add_argument("--out", type=Path, required=True, help="cells.parquet; the rest goes beside it")

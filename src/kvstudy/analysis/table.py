@@ -106,7 +106,7 @@ def axes_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "load": load["name"],
         "rate": float(load["rate"]) if load.get("rate") is not None else None,
         "burstiness": float(load["burstiness"]) if load.get("burstiness") is not None else None,
-        "concurrency": float(load["concurrency"]) if load.get("concurrency") is not None else None,
+        "concurrency": _in_flight(load),
         "budget_share": float(budget.get("share", 1.0)),
         "budget_of": budget.get("of", "prompt"),
         "budget_tokens": float(budget["tokens"]) if budget.get("tokens") is not None else None,
@@ -117,6 +117,12 @@ def axes_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "link_gbps": float(hardware["link_gbps"]) if hardware.get("link_gbps") is not None else None,
         "seed": int(config["seed"]),
     }
+
+
+def _in_flight(load: Mapping[str, Any]) -> float | None:
+    """Requests in flight of a closed loop, or at once of a burst; other loads have a rate, or no level at all."""
+    found = load.get("concurrency", load.get("requests"))
+    return float(found) if found is not None else None
 
 
 def variant_of(framework: Mapping[str, Any]) -> str:
@@ -363,8 +369,12 @@ def read_table(path: Path) -> pd.DataFrame:
         There is none.
     """
     try:
-        return pd.read_parquet(path)
+        table = pd.read_parquet(path)
     except FileNotFoundError:
         raise AnalysisError(f"no table at {path}; make it with `kvstudy analyse`") from None
     except ValueError:
         raise AnalysisError(f"{path} is not a table of cells; name the study's cells.parquet") from None
+    absent = [axis for axis in AXES if axis not in table]
+    if absent:
+        raise AnalysisError(f"{path} has no column {absent[0]}: an older version made it, run `kvstudy analyse` again")
+    return table

@@ -184,7 +184,7 @@ def _run(command: Sequence[str], fault: str) -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Entry point; exit code 0, or 2 with one line on stderr when something cannot be installed here."""
-    parser = argparse.ArgumentParser(prog="kvstudy.frameworks.environments", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(prog="kvstudy environment", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="framework", required=True, metavar="FRAMEWORK|torch")
     for framework in sorted({path.parent.name for path in PINS.glob("*/*.txt")} - {OWN}):
         one = commands.add_parser(framework, help=f"build the environment of {framework}")

@@ -420,8 +420,8 @@ class _Native(Strict):
 
     @property
     def label(self) -> str:
-        """Its name as it reads in a folder's name."""
-        return self.name
+        """Its name as it reads in a folder's name, with the prefill where it is not the one for serving."""
+        return self.name if self.prefill == "blocked" else f"{self.name}-{self.prefill.replace('_', '-')}"
 
     @property
     def environment(self) -> str | None:

@@ -108,6 +108,8 @@ def with_series(frame: pd.DataFrame) -> pd.DataFrame:
         }
         for column in ("variant", "implementation", "rule", "scheduler")
     }
+    # A framework with budgets says of the whole cache, too, which it is.
+    budgeted = set(frame.loc[(frame["budget_share"] < 1) | (frame["budget_of"] == "tokens"), "framework"])
     labels = []
     columns = [*several, "framework", "budget_share", "budget_of", "budget_tokens"]
     for row in frame[columns].to_dict("records"):
@@ -115,7 +117,7 @@ def with_series(frame: pd.DataFrame) -> pd.DataFrame:
         parts += [str(row[name]) for name, of in several.items() if row["framework"] in of and row[name]]
         if row["budget_of"] == "tokens" and pd.notna(row["budget_tokens"]):
             parts.append(f"{words.plain(row['budget_tokens'])} entries")
-        elif row["budget_share"] < 1:
+        elif row["framework"] in budgeted:
             parts.append(f"b={words.plain(row['budget_share'])}")
         labels.append(" ".join(parts))
     frame["series"] = labels

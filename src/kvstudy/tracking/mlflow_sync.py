@@ -37,7 +37,7 @@ from kvstudy.grid.records import Summary
 from kvstudy.grid.store import CONFIG, LOG, MEMORY, PROVENANCE, SUMMARY, Layout, write_json
 
 #: Raised when what is logged of a cell changes, so that runs logged before are replaced.
-FORMAT = 1
+FORMAT = 2
 
 #: Points of a memory timeline; more tell no more in MLflow's charts and slow them.
 MOST_POINTS = 60
@@ -156,6 +156,7 @@ def tags_of(cell: PlannedCell, summary: Summary) -> dict[str, str]:
     tags = {
         "kind": "cell",
         "cell_id": cell.id,
+        "mlflow.note.content": f"Cell `{cell.id}`: its folder in `store/` of the results holds requests and memory.",
         "deployment": cell.deployment,
         "outcome": summary.outcome,
         "verdict": summary.verdict.status,
@@ -179,7 +180,12 @@ def run_name(config: Mapping[str, Any]) -> str:
     """A run's name as a person reads it: framework, budget, model, load, seed."""
     axes = axes_of(config)
     budget = f" b={axes['budget_share']:g}" if axes["budget_share"] < 1 else ""
-    at = f"{axes['rate']:g}/s" if axes["rate"] is not None else f"{axes['concurrency']:g} in flight"
+    budget = f" {axes['variant']}{budget}" if axes["variant"] else budget
+    at = axes["load"]
+    if axes["rate"] is not None:
+        at = f"{axes['rate']:g}/s" if at == "poisson" else f"{at} {axes['rate']:g}/s"
+    elif axes["concurrency"] is not None:
+        at = f"{axes['concurrency']:g} in flight"
     return f"{axes['framework']}{budget} · {axes['model']} · {axes['workload']} {at} · seed {axes['seed']}"
 
 
@@ -421,13 +427,13 @@ def _log_parent(client: Any, done: Outcome, plan: Plan, tally: Mapping[str, int]
 
 def _study_files(study_dir: Path) -> list[Path]:
     files = [path for folder in ("figures", "tables") for path in sorted((study_dir / folder).glob("*.*"))]
-    files += [study_dir / name for name in ("report.pdf", "report.html", "cells.csv", "attribution.csv")]
+    files += [study_dir / name for name in ("report.pdf", "paper.pdf", "report.html", "cells.csv", "attribution.csv")]
     return [path for path in files if path.is_file()]
 
 
 def main(argv: list[str] | None = None) -> int:
     """Command line; returns the exit code (3: MLflow is not reachable now, cells are kept)."""
-    parser = argparse.ArgumentParser(prog="kvstudy.tracking.sync", description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="kvstudy track", description=__doc__.split("\n")[0])
     parser.add_argument("--plan", type=Path, required=True)
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument(

@@ -50,10 +50,6 @@ def with_derived(table: pd.DataFrame) -> pd.DataFrame:
     kept = [c for c in table.columns if c in (*KEYS, *AXES, *RESULTS) or _METRIC.match(str(c))]
     table = table[kept].copy()
     table.attrs = {}
-    for axis in set(AXES) - set(table.columns):
-        table[axis] = None  # a table of an older version
-    table["variant"] = table["variant"].fillna("")
-    table["shared_share"] = pd.to_numeric(table["shared_share"]).fillna(0.0)
     table["burstiness"] = pd.to_numeric(table["burstiness"]).mask(table["load"] == "poisson", 1.0)
     table["level"] = table["rate"].fillna(table["concurrency"])
     empty = pd.Series(np.nan, index=table.index)

@@ -35,6 +35,7 @@ from kvstudy.analysis.claims.schema import (
     Status,
     Survives,
     Trend,
+    metric_words,
 )
 from kvstudy.analysis.table import MISSING, usable
 
@@ -93,11 +94,11 @@ def _ratio(predicate: Ratio, cells: Cells) -> Result:
             mine.append(status)
             where = "" if np.isnan(value) else f" at {_at(predicate.axis, value)}"
             names = " / ".join(context.label(side) for side in sides)
-            what = f"{predicate.metric}, {names} ({context.name}{where})"
+            what = f"{metric_words(predicate.metric)}, {names} ({context.name}{where})"
             numbers.append(estimate(what, one, bound_text(predicate.min, predicate.max), status))
         statuses.append(any_of(mine) if predicate.over == "any" else all_of(mine))
     if not statuses:
-        raise NotTestable(f"too few samples for {predicate.metric}")
+        raise NotTestable(f"too few samples for {metric_words(predicate.metric)}")
     return all_of(statuses), numbers
 
 
@@ -134,10 +135,10 @@ def _interaction(predicate: Interaction, cells: Cells) -> Result:
         status = judge(one[1], one[2], predicate.min, predicate.max)
         names = " / ".join(context.label(side) for side in sides)
         where = f"{_at(predicate.axis, values[-1])} over that at {values[0]:g}"
-        what = f"{predicate.metric}, {names} at {where} ({context.name})"
+        what = f"{metric_words(predicate.metric)}, {names} at {where} ({context.name})"
         numbers.append(estimate(what, one, bound_text(predicate.min, predicate.max), status))
     if not numbers:
-        raise NotTestable(f"too few samples for {predicate.metric}")
+        raise NotTestable(f"too few samples for {metric_words(predicate.metric)}")
     return all_of(number.status for number in numbers), numbers
 
 
@@ -173,7 +174,7 @@ def _along(
         one = context.ratio(predicate.metric, predicate.of, top, predicate.of, bottom)
         if one is not None:
             where = f"{context.label(predicate.of)} at {_at(predicate.axis, top)} / {bottom:g}"
-            yield f"{predicate.metric}, {where} ({context.name})", one
+            yield f"{metric_words(predicate.metric)}, {where} ({context.name})", one
 
 
 def _extremes(means: dict[float, float]) -> tuple[float, float]:
@@ -188,7 +189,7 @@ def _flat(predicate: Flat, cells: Cells) -> Result:
         bound = bound_text(None, 1 + predicate.spread)
         numbers.append(estimate(what, one, bound, status))
     if not numbers:
-        raise NotTestable(f"too few samples for {predicate.metric}")
+        raise NotTestable(f"too few samples for {metric_words(predicate.metric)}")
     return all_of(number.status for number in numbers), numbers
 
 
@@ -199,7 +200,7 @@ def _trend(predicate: Trend, cells: Cells) -> Result:
         bound = bound_text(predicate.min, predicate.max)
         numbers.append(estimate(what, one, bound, status))
     if not numbers:
-        raise NotTestable(f"too few samples for {predicate.metric}")
+        raise NotTestable(f"too few samples for {metric_words(predicate.metric)}")
     return all_of(number.status for number in numbers), numbers
 
 
@@ -229,10 +230,10 @@ def _crossing(predicate: Crossing, cells: Cells) -> Result:
         statuses.append(status)
         names = f"{context.label(one)} / {context.label(other)}"
         for value, at in (min(ratios, key=lambda r: r[1][0]), max(ratios, key=lambda r: r[1][0])):
-            what = f"{predicate.metric}, {names} at {_at(predicate.axis, value)} ({context.name})"
+            what = f"{metric_words(predicate.metric)}, {names} at {_at(predicate.axis, value)} ({context.name})"
             numbers.append(estimate(what, at, "both sides of 1", status))
     if not statuses:
-        raise NotTestable(f"too few samples for {predicate.metric}")
+        raise NotTestable(f"too few samples for {metric_words(predicate.metric)}")
     # One pair that changes places is what the claim says; that another does not is no objection.
     status = any_of(statuses)
     return status, [n for n in numbers if n.status == status][:8]
@@ -250,7 +251,7 @@ def _no_winner(predicate: NoWinner, cells: Cells) -> Result:
                 sides = [side for side in predicate.frameworks if value in context.values(side)]
                 if len(sides) < len(predicate.frameworks):
                     continue
-                place = f"{metric} at {value:g} ({context.name})"
+                place = f"{metric_words(metric)} at {value:g} ({context.name})"
                 leader = _leader(sides, context, value, metric, better)
                 if leader is None:
                     continue

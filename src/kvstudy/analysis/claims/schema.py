@@ -13,6 +13,24 @@ from kvstudy.analysis.plan import AnalysisError
 Status = Literal["supported", "contradicted", "inconclusive", "not testable"]
 
 
+#: Metrics that claims derive, as a reader names them; those that the cells have keep their ids.
+DERIVED = {
+    "kv_gib": "KV on the device",
+    "device_gib": "device memory (weights and KV)",
+    "throughput_per_gib": "tokens/s a GiB of device memory (weights and KV)",
+    "memory.process_peak.host": "host memory of the server process, peak",
+    "memory.workspace_peak.device": "workspace on the device, peak",
+}
+
+
+def metric_words(metric: str) -> str:
+    """A metric as a reader names it: `device_gib.live` is "device memory (weights and KV), live"."""
+    stem, _, kind = metric.partition(".")
+    if metric in DERIVED:
+        return DERIVED[metric]
+    return f"{DERIVED[stem]}, {kind}" if stem in DERIVED else metric
+
+
 class Strict(BaseModel):
     """A record that refuses unknown keys: a misspelt bound must not be ignored."""
 

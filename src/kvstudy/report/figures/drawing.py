@@ -108,6 +108,9 @@ def mark_handles(saturated: bool, failed: bool, gated: bool, starred: bool) -> l
 def ticks(axes: Axes, values: Sequence[float]) -> None:
     """Put ticks where the settings are, on a log axis where they span a factor of eight or more."""
     distinct = sorted(set(values))
+    if not distinct:
+        axes.set_xticks([])  # a load without a level, a recorded trace
+        return
     low, high = distinct[0], distinct[-1]
     if low > 0 and high / low >= 8:
         axes.set_xscale("log", base=2)

@@ -13,7 +13,7 @@ from kvstudy.grid.store import MEMORY
 from kvstudy.report import style, words
 from kvstudy.report.data import StudyData, memory_bytes
 from kvstudy.report.figures.captions import joined, setting_text
-from kvstudy.report.figures.drawing import empty, grid, legend, line_handle
+from kvstudy.report.figures.drawing import MOST_PANELS, empty, grid, legend
 from kvstudy.report.figures.registry import Drawn, figure
 from kvstudy.report.words import MIB
 
@@ -115,9 +115,14 @@ def _memory_bars(rows: pd.DataFrame, labels: list[str]) -> Figure:
     return drawing
 
 
+#: What the timeline shows of a deployment: kind and tier.
+COURSES = (("kv_live", "device"), ("kv_reserved", "device"), ("kv_live", "host"))
+DASHED = (0, (4, 1.5))
+
+
 @figure("memory_timeline", "KV memory over time")
 def memory_timeline(data: StudyData) -> Drawn:
-    """KV live and reserved, and the process, second by second, of one load and seed."""
+    """KV live and reserved over the course of one load and seed, a panel a deployment on common axes."""
     cells = data.usable()
     cells = cells[cells["source"] != "simulated"]
     chosen = _timeline_cells(cells)
@@ -126,60 +131,54 @@ def memory_timeline(data: StudyData) -> Drawn:
         path = data.cell_dir(str(row.cell)) / MEMORY
         if path.is_file():
             timeline = pd.read_parquet(path)
-            if not timeline.empty:
+            if timeline["kind"].isin(["kv_live", "kv_reserved"]).any():
                 frames[str(row.series)] = timeline
     if not frames:
-        return empty("no valid cell of this study has a memory timeline")
-    wanted = [
-        ("KV cache, device", ("kv_live", "kv_reserved"), "device"),
-        ("KV cache, host", ("kv_live", "kv_reserved"), "host"),
-        ("process, device", ("process",), "device"),
-        ("process, resident", ("process",), "host"),
+        return empty("no valid cell of this study has a timeline of KV memory")
+    lines = [line for line in data.lines(chosen) if line[0] in frames][:MOST_PANELS]
+    drawing, axes_list, wide = grid(len(lines), height=1.25)
+    host = False
+    for axes, (label, name, _) in zip(axes_list, lines, strict=True):
+        colour = style.look(name).colour
+        live, reserved, away = (_course(frames[label], *of) for of in COURSES)
+        axes.fill_between(live.index, live, step="post", color=colour, alpha=0.25, linewidth=0)
+        axes.plot(live.index, live, color=colour, linewidth=0.9, drawstyle="steps-post")
+        axes.plot(reserved.index, reserved, color=style.GREY, linestyle=(0, (1, 2)), linewidth=0.9)
+        if away.gt(0).any():
+            host = True
+            axes.plot(away.index, away, color=colour, linestyle=DASHED, linewidth=0.9, drawstyle="steps-post")
+        axes.set_title(label)
+        if axes.get_subplotspec().is_last_row():  # type: ignore[union-attr]
+            axes.set_xlabel("time (s)")
+        if axes.get_subplotspec().is_first_col():  # type: ignore[union-attr]
+            axes.set_ylabel("MiB")
+    top = max(float(axes.dataLim.y1) for axes in axes_list)
+    end = max(float(axes.dataLim.x1) for axes in axes_list)
+    for axes in axes_list:
+        axes.set_ylim(0, top * 1.08 or 1)
+        axes.set_xlim(0, end)
+    handles: list[Patch | Line2D] = [
+        Patch(facecolor=style.GREY, alpha=0.4, label="in use, device"),
+        Line2D([], [], color=style.GREY, linestyle=(0, (1, 2)), label="reserved, device"),
     ]
-    panels = [
-        panel
-        for panel in wanted
-        if any(((f["kind"].isin(panel[1])) & (f["tier"] == panel[2]) & (f["bytes"] > 0)).any() for f in frames.values())
-    ]
-    if not panels:
-        return empty("the memory timelines of this study hold neither KV nor process bytes")
-    drawing, axes_list, wide = grid(len(panels))
-    lines = [line for line in data.lines(chosen) if line[0] in frames]
-    for axes, (title, kinds, tier) in zip(axes_list, panels, strict=True):
-        top = 0.0
-        for label, name, variant in lines:
-            for kind in kinds:
-                part = frames[label]
-                part = part[(part["kind"] == kind) & (part["tier"] == tier)].sort_values("t_s")
-                if part.empty:
-                    continue
-                reserved = kind == "kv_reserved"
-                axes.plot(
-                    part["t_s"],
-                    part["bytes"] / MIB,
-                    color=style.look(name).colour,
-                    linestyle=(0, (1, 2)) if reserved else style.DASHES[variant % len(style.DASHES)],
-                    linewidth=0.9,
-                    drawstyle="steps-post",
-                    alpha=0.8 if reserved else 1,
-                )
-                top = max(top, float(part["bytes"].max()) / MIB)
-        axes.set_title(title)
-        axes.set_xlabel("time since the load began (s)")
-        axes.set_ylabel("MiB")
-        axes.set_ylim(0, top * 1.1 or 1)
-        axes.set_xlim(left=0)
-    handles = [line_handle(*line, marker=False) for line in lines]
-    handles.append(Line2D([], [], color=style.GREY, linestyle=(0, (1, 2)), label="reserved"))
+    if host:
+        handles.append(Line2D([], [], color=style.GREY, linestyle=DASHED, label="in use, host"))
     legend(drawing, handles, wide)
     first = chosen.iloc[0]
     at = words.load(first["rate"], first["concurrency"])
     caption = joined(
-        f"Memory over the course of one load ({at}, seed {int(first['seed'])}): KV entries in use × bytes an "
-        "entry (solid or dashed), the pool reserved for them (dotted), and the server process",
+        f"KV memory over the course of one load ({at}, seed {int(first['seed'])}), a panel a deployment on common "
+        "axes: entries in use × bytes an entry (filled), the pool reserved for them (dotted), and entries in use on "
+        "the host (dashed) where a framework holds any there; time from the load's begin",
         setting_text(data, chosen),
     )
     return Drawn(drawing, caption, wide)
+
+
+def _course(timeline: pd.DataFrame, kind: str, tier: str) -> pd.Series:
+    """Bytes of a kind on a tier over time, in MiB by seconds."""
+    part = timeline[(timeline["kind"] == kind) & (timeline["tier"] == tier)].sort_values("t_s")
+    return part.set_index("t_s")["bytes"].astype("float64") / MIB
 
 
 def _timeline_cells(cells: pd.DataFrame) -> pd.DataFrame:
