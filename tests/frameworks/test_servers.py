@@ -55,12 +55,25 @@ def test_our_config_is_the_engines(tmp_path: Path) -> None:
     config = EngineConfig.model_validate(engine_config(launch(Streaming(sinks=8), tmp_path), 8123))
     assert config.policy == "streaming" and config.policy_options == {"sinks": 8}
     assert config.kv_memory_bytes == 96 << 20 and config.port == 8123
-    # No request can be longer than the pool: a model's 8,192 tokens would not fit into 96 MiB.
+    # No request's whole cache can be longer than the pool: a model's 8,192 tokens would not fit into 96 MiB.
     assert config.max_model_len == (96 << 20) // 23040
+    part = engine_config(launch(Streaming(sinks=8), tmp_path, budget=Budget(share=0.3)), 1)
+    assert part["max_model_len"] == 8192  # a part of it can: the engine asks the policy what a request needs
     half = engine_config(launch(Full(), tmp_path, budget=Budget(share=0.5, of="current")), 1)
     assert half["budget"] == {"share": 0.5, "of": "current"}
     absolute = engine_config(launch(Full(), tmp_path, budget=Budget(of="tokens", tokens=256)), 1)
     assert EngineConfig.model_validate(absolute).budget.entries(1000) == 256
+
+
+def test_vllm_s_own_answers_hold_the_same_bytes(tmp_path: Path) -> None:
+    small = VllmServer(launch(Vllm(kv_cache_dtype="fp8"), tmp_path)).command()
+    block = 32 * CARD["kv_bytes_per_token"] // 2
+    assert small[small.index("--kv-cache-dtype") + 1] == "fp8"
+    assert small[small.index("--kv-cache-memory-bytes") + 1] == str(((96 << 20) // block + 1) * block)
+    away = VllmServer(launch(Vllm(prefix_caching=True, offload_mib=512), tmp_path))
+    command = away.command()
+    assert command[command.index("--kv-offloading-size") + 1] == "0.5" and "--enable-prefix-caching" in command
+    assert away.asked()["kv_cache_dtype"] == "auto"
 
 
 def test_vllm_gets_the_same_pool_and_all_it_needs(tmp_path: Path) -> None:
@@ -72,6 +85,7 @@ def test_vllm_gets_the_same_pool_and_all_it_needs(tmp_path: Path) -> None:
     assert command[command.index("--kv-cache-memory-bytes") + 1] == str((blocks + 1) * block)
     assert command[command.index("--max-model-len") + 1] == str(blocks * 32)
     assert "--no-enable-prefix-caching" in command and "--enforce-eager" in command
+    assert "--kv-cache-dtype" not in command and "--kv-offloading-size" not in command
     assert env["VLLM_CPU_OMP_THREADS_BIND"] == str(CORES[0])
     assert env["VLLM_NO_USAGE_STATS"] == "1" and "PYTHONPATH" not in env
     cached = VllmServer(launch(Vllm(prefix_caching=True, enforce_eager=False), tmp_path)).command()

@@ -206,7 +206,7 @@ class Launch:
 
     @property
     def max_model_len(self) -> int:
-        """What the model takes, or what the pool can hold of one request, whichever is less."""
+        """What the model takes, or what the pool can hold of one request's whole cache, whichever is less."""
         return min(self.deployment.model.max_model_len, self.kv_bytes // self.kv_bytes_per_token)
 
 

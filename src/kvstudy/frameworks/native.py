@@ -25,6 +25,7 @@ def engine_config(launch: Launch, port: int) -> dict[str, Any]:
         # Beside the model's folder, as `Layout.skew` says.
         options["skew"] = f"{launch.model_dir}.skew.safetensors"
         host_bytes = int(framework.host_kv_memory_mib * (1 << 20))
+    whole = budget.of != "tokens" and budget.share >= 1
     share = float(budget.tokens) if budget.of == "tokens" and budget.tokens is not None else budget.share
     return {
         "model_dir": str(launch.model_dir),
@@ -41,7 +42,8 @@ def engine_config(launch: Launch, port: int) -> dict[str, Any]:
         "max_num_seqs": framework.max_num_seqs,
         "max_prefill_tokens": framework.max_prefill_tokens,
         "prefill": framework.prefill,
-        "max_model_len": launch.max_model_len,
+        # A policy that keeps a part may hold more than the pool's tokens: what fits is for its `reserve` to say.
+        "max_model_len": launch.max_model_len if whole else deployment.model.max_model_len,
         "cores": list(deployment.hardware.server_cores),
         "link_gbps": deployment.hardware.link_gbps,
         "host": launch.host,

@@ -64,7 +64,7 @@ class VllmServer(ServerProcess):
 
     @property
     def _max_model_len(self) -> int:
-        return min(self.launch.max_model_len, self._blocks * self._framework.block_size)
+        return min(self.deployment.model.max_model_len, self._blocks * self._framework.block_size)
 
     def process_cores(self) -> tuple[int, ...]:
         """The server's cores and the client's; the worker, which computes, binds itself to the server's.

@@ -180,8 +180,8 @@ class Scoring:
         need = scorer.branches.policy(cell.cell_id).reserve(part.context, tokens - part.context)
         host = int(getattr(cell.framework, "host_kv_memory_mib", 0) * (1 << 20))
         reason = None
-        if tokens > launch.max_model_len:
-            reason = f"{part.name}: {tokens} tokens, and the deployment takes {launch.max_model_len}"
+        if tokens > cell.model.max_model_len:
+            reason = f"{part.name}: {tokens} tokens, and the model takes {cell.model.max_model_len}"
         elif need.device_peak_bytes > launch.kv_bytes or need.host_bytes > host:
             reason = f"{part.name}: a request of {tokens} tokens does not fit into the deployment's KV memory"
         if reason is not None and reason not in self.left_out.setdefault(cell.cell_id, []):
