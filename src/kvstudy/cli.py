@@ -28,7 +28,7 @@ from kvstudy.grid.compose import ConfigError
 from kvstudy.grid.estimate import estimate
 from kvstudy.grid.plan import Plan, make_plan, model_id, plan_study, project_root, write_plan
 from kvstudy.grid.schema import Deployment
-from kvstudy.grid.store import Layout, is_whole
+from kvstudy.grid.store import Layout, cannot_write, is_whole
 
 INTERRUPTED = 130
 
@@ -343,7 +343,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         return 0
     except OSError as error:
-        print(f"kvstudy: {error.strerror or error}: {error.filename or ''}".rstrip(": "), file=sys.stderr)
+        print(f"kvstudy: {cannot_write(error, Path('results'))}", file=sys.stderr)
         return 2
 
 

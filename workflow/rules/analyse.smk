@@ -25,5 +25,5 @@ rule analyse:
     params:
         results=results_folder,
     shell:
-        "kvstudy analyse --plan {input.plan} --results {params.results} --out {output.cells}"
-        " > >(tee {log}) 2>&1"
+        "kvstudy analyse --plan {input.plan:q} --results {params.results:q} --out {output.cells:q}"
+        " > >(tee {log:q}) 2>&1"

@@ -12,4 +12,4 @@ rule environment:
         folder=f"{RESULTS}/environments/{{framework}}-{{flavour}}-{{hash}}",
     shell:
         "kvstudy environment {wildcards.framework} --flavour {wildcards.flavour}"
-        " --dir {params.folder} --freeze {output} 2> >(tee {log} >&2)"
+        " --dir {params.folder:q} --freeze {output:q} 2> >(tee {log:q} >&2)"

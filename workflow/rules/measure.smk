@@ -20,7 +20,7 @@ rule measure:
         cells=visit_cells,
         results=results_folder,
     shell:
-        "kvstudy measure --visit {input.visit} --results {params.results} --marker {output} --log {log}"
+        "kvstudy measure --visit {input.visit:q} --results {params.results:q} --marker {output:q} --log {log:q}"
 
 
 rule cell:
@@ -39,5 +39,5 @@ rule cell:
     params:
         results=results_folder,
     shell:
-        "kvstudy measure --visit {input.visit} --results {params.results} --marker {output} --log {log}"
+        "kvstudy measure --visit {input.visit:q} --results {params.results:q} --marker {output:q} --log {log:q}"
         " --cell {wildcards.cell}"

@@ -11,7 +11,7 @@ rule model:
     params:
         folder=f"{RESULTS}/models/{{model}}",
     shell:
-        "kvstudy prepare --model {input} --out {params.folder} --card {output} 2> >(tee {log} >&2)"
+        "kvstudy prepare --model {input:q} --out {params.folder:q} --card {output:q} 2> >(tee {log:q} >&2)"
 
 
 # InfiniGen's offline step: queries of a calibration text, decomposed once a model.
@@ -25,4 +25,4 @@ rule skew:
     params:
         folder=subpath(input[0], strip_suffix=".json"),
     shell:
-        "kvstudy skew --model {params.folder} --out {output} > {log} 2>&1"
+        "kvstudy skew --model {params.folder:q} --out {output:q} > {log:q} 2>&1"

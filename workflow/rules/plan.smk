@@ -7,7 +7,7 @@ from snakemake.exceptions import WorkflowError
 from kvstudy.frameworks.environments import key as environment_key
 from kvstudy.grid.compose import ConfigError
 from kvstudy.grid.plan import model_id, overrides_from_snakemake, plan_study
-from kvstudy.grid.store import Layout
+from kvstudy.grid.store import Layout, cannot_write, hold
 
 RESULTS = config.get("results", "results")
 gpus = workflow.global_resources.get("gpu")
@@ -23,11 +23,22 @@ try:
 except ConfigError as error:
     # Not a WorkflowError: that wraps the line in file names and a trace.
     raise SystemExit(f"kvstudy: {error}") from None
+except OSError as error:
+    raise SystemExit(f"kvstudy: {cannot_write(error, Path(RESULTS))}") from None
 
 STUDY = PLAN.name
 VISITS = {visit.id: visit for visit in PLAN.visits}
 QUALITY = {visit.id: visit for visit in PLAN.quality}
 VISIT_OF_CELL = {cell.cell_id: visit for visit in PLAN.visits for cell in visit.cells}
+
+
+onstart:
+    # Held until this process ends, however it does: snakemake's own lock outlives a killed one (profile: nolock),
+    # and knows only of those that were started in this folder.
+    if workflow.is_main_process:
+        HELD = hold(LAYOUT.lock, f"snakemake, study {STUDY}")
+        if isinstance(HELD, str):
+            raise SystemExit(f"kvstudy: {HELD}")
 
 
 wildcard_constraints:

@@ -52,8 +52,8 @@ rule quality:
         ),
         results=results_folder,
         freeze=lambda wildcards, input: (
-            f"--freeze {input.freeze}" if input.freeze else ""
+            ["--freeze", str(input.freeze)] if input.freeze else []
         ),
     shell:
-        "kvstudy quality --visit {input.visit} --results {params.results} --marker {output} {params.freeze}"
-        " 2> >(tee {log} >&2)"
+        "kvstudy quality --visit {input.visit:q} --results {params.results:q} --marker {output:q} {params.freeze:q}"
+        " 2> >(tee {log:q} >&2)"

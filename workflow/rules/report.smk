@@ -31,7 +31,7 @@ for figure, category in FIGURES.items():
             study=study_folder,
             results=results_folder,
         shell:
-            "kvstudy figure {params.name} --study-dir {params.study} --results {params.results} > {log}"
+            "kvstudy figure {params.name:q} --study-dir {params.study:q} --results {params.results:q} > {log:q}"
 
 
 for table in TABLES:
@@ -57,7 +57,7 @@ for table in TABLES:
             study=study_folder,
             results=results_folder,
         shell:
-            "kvstudy table {params.name} --study-dir {params.study} --results {params.results} > {log}"
+            "kvstudy table {params.name:q} --study-dir {params.study:q} --results {params.results:q} > {log:q}"
 
 
 rule figures:
@@ -89,8 +89,8 @@ rule document:
         study=study_folder,
         results=results_folder,
     shell:
-        "kvstudy report --study-dir {params.study} --plan {input.plan} --results {params.results}"
-        " --template {input.template} --out {output} > {log}"
+        "kvstudy report --study-dir {params.study:q} --plan {input.plan:q} --results {params.results:q}"
+        " --template {input.template:q} --out {output:q} > {log:q}"
 
 
 # The LaTeX route, for who has a LaTeX: the same figures and tables, in a two-column paper.

@@ -13,7 +13,7 @@ rule sync:
     params:
         results=results_folder,
     shell:
-        "kvstudy track --plan {input.plan} --results {params.results} --out {output} 2> >(tee {log} >&2)"
+        "kvstudy track --plan {input.plan:q} --results {params.results:q} --out {output:q} 2> >(tee {log:q} >&2)"
 
 
 rule track:

@@ -21,6 +21,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from kvstudy import HARNESS_VERSION
+from kvstudy.grid import secrets
 from kvstudy.grid.schema import Cell, QualityCell
 
 #: Groups whose options make a cell, and those that make a quality cell, which is under no load.
@@ -170,27 +171,61 @@ def _known_option(name: str, group: str, conf: Path) -> str:
     return name
 
 
+def _is_text(path: Path) -> bool:
+    try:
+        path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def _study_of(root: dict[str, Any], where: str) -> dict[str, Any]:
+    """The study's own part; raises ConfigError where its file does not have a study's shape."""
+    study = root.get("study")
+    if not isinstance(study, dict):
+        raise ConfigError(f"{where} is not a mapping of name, title, question, axes and set")
+    for key in ("name", "title", "question"):
+        if not isinstance(study.get(key), str):
+            raise ConfigError(f"{where}: {key} is missing or not a text")
+    for key in ("axes", "set"):
+        if not isinstance(study.get(key) or {}, dict):
+            raise ConfigError(f"{where}: {key} is not a mapping of keys to values")
+    parts = study.get("parts") or []
+    if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+        raise ConfigError(f"{where}: parts is not a list of mappings of axes and set")
+    return study
+
+
 def read_study(conf: Path, overrides: list[str]) -> StudyConfig:
     """Compose the study that `overrides` name, and every option its axes use, once each."""
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     study_option, values = parse_overrides(overrides, conf)
 
     def composed(*args: str) -> dict[str, Any]:
         try:
             container = OmegaConf.to_container(compose("config", overrides=list(args)), resolve=True)
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, YAMLError) as error:
             raise ConfigError(f"{conf}: {' '.join(str(error).split())}") from None
+        except UnicodeDecodeError:
+            wrong = ", ".join(str(path) for path in sorted(conf.rglob("*.yaml")) if not _is_text(path))
+            raise ConfigError(f"{wrong} is not UTF-8 text: restore or delete it") from None
         assert isinstance(container, dict)
+        if any(value in str(container) for value in secrets.values()):
+            raise ConfigError(
+                f"{conf}: a value holds a secret of the environment (by ${{oc.env:HF_TOKEN}} or the like) and "
+                "would be written beside every result: take it out; what needs it reads it from the environment"
+            )
         return {str(k): v for k, v in container.items()}
 
     with initialize_config_dir(str(conf.resolve()), version_base="1.3"):
         root = composed(*([f"study={study_option}"] if study_option else []))
-        study = root["study"]
-        where = f"conf/study/{study.get('name')}.yaml"
+        where = f"conf/study/{study_option or 'quick'}.yaml"
+        study = _study_of(root, where)
         for entry, keys in ((study, STUDY_KEYS), *((part, PART_KEYS) for part in study.get("parts") or ())):
             unknown = set(entry) - set(keys)
             if unknown:

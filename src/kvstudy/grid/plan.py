@@ -6,6 +6,7 @@ milliseconds. Files are rewritten only when they differ: their modification time
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -125,6 +126,27 @@ def _too_long(cell: Cell) -> str | None:
     return None
 
 
+#: More than any study means: a slip of a unit or a zero, which would cost memory or days before anybody noticed.
+MOST_REQUESTS = 5_000_000
+MOST_KV_MIB = 1 << 30
+MOST_SECONDS = 30 * 86400
+
+
+def _check_size(cell: Cell) -> None:
+    """Raise ConfigError for a cell that cannot be meant."""
+    load = cell.load
+    rate = max(getattr(load, name, None) or 0.0 for name in ("rate", "end_rate", "high"))
+    count = max(rate * load.duration_s, getattr(load, "requests", 0), getattr(load, "concurrency", 0))
+    for key, value, most, what in (
+        ("load.duration_s", load.duration_s, MOST_SECONDS, "seconds"),
+        ("load.rate x load.duration_s", count, MOST_REQUESTS, "requests"),
+        ("kv_memory_mib", cell.kv_memory_mib, MOST_KV_MIB, "MiB"),
+        ("seed", cell.seed, (1 << 63) - 1, "as the largest"),
+    ):
+        if value > most:
+            raise ConfigError(f"{cell.cell_slug[:120]}: {key} is {value:.4g}, at most {most:,} {what}: lower it")
+
+
 def make_plan(conf: Path, overrides: list[str]) -> Plan:
     """Compose `conf/` under `overrides` and expand. Raises ConfigError in one line."""
     study = read_study(conf, overrides)
@@ -144,6 +166,7 @@ def make_plan(conf: Path, overrides: list[str]) -> Plan:
                 continue
             reason = None
         else:
+            _check_size(cell)
             reason = _too_long(cell)
         for rule in study.leave_out:
             if _matches(cell.model_dump(mode="json"), rule["when"]):
@@ -324,8 +347,9 @@ def plan_study(root: Path, overrides: list[str], results: Path, cached: bool = T
     plan = None
     if cached and path is not None and path.is_file():
         key_file = path.with_name("plan.key")
-        if key_file.is_file() and key_file.read_text() == key:
-            plan = load_plan(path)
+        if key_file.is_file() and key_file.read_bytes() == key.encode():
+            with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):  # damaged: made anew
+                plan = load_plan(path)
     if plan is None:
         plan = make_plan(conf, overrides)
         write_plan(plan, results, key)

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 #: Files of a cell's folder (DESIGN, "Cells, visits and the store").
 CONFIG = "config.yaml"
@@ -95,6 +95,11 @@ class Layout:
         """Rows of a part of a quality cell that is not whole yet, so that nothing scored is lost."""
         return self.root / "quality" / cell_id / f"{part}.parquet"
 
+    @property
+    def lock(self) -> Path:
+        """Locked by whoever fills this folder: one workflow at a time."""
+        return self.root / ".lock"
+
     def tracking(self, study: str) -> Path:
         """Which MLflow run holds which cell: written when MLflow agrees with the store."""
         return self.root / "tracking" / f"{study}.json"
@@ -112,7 +117,7 @@ def write_text(path: Path, text: str) -> bool:
     must keep its own.
     """
     try:
-        if path.read_text(encoding="utf-8") == text:
+        if path.read_bytes() == text.encode():
             return False
     except FileNotFoundError:
         pass
@@ -203,6 +208,28 @@ def sweep(folder: Path) -> int:
         return len(found)
     finally:
         os.close(handle)
+
+
+def hold(path: Path, who: str) -> IO[str] | str:
+    """Hold a lock file for as long as the answer is kept; or answer, in one line, who holds it.
+
+    The kernel lets go when the process ends, however it ends, so that nothing need be unlocked by hand.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle = path.open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        handle.seek(0)
+        with handle:
+            other = handle.read().strip() or "another process"
+        return f"{other} is at work on {path.parent}: wait until it has ended, or stop it"
+    except OSError:  # a file system without locks
+        return handle
+    handle.truncate(0)
+    handle.write(f"{who} (pid {os.getpid()} on {os.uname().nodename})\n")
+    handle.flush()
+    return handle
 
 
 def cannot_write(error: OSError, folder: Path) -> str:
