@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "measure"))
+for folder in ("measure", "analysis"):
+    sys.path.insert(0, str(Path(__file__).parents[1] / folder))
 
-from trial import Zygote
+from trial import Zygote  # noqa: E402
 
 
 @pytest.fixture(scope="session")

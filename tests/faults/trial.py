@@ -51,7 +51,8 @@ class Zygote:
         """A visit of two cells into `results`.
 
         `after_s` kills it that long after its start, `at` (with `how`: before, in, after) at that write; `load` changes
-        the load, `scripts` the mocks one after another; `limits` are (resource, bytes); `run` is run first.
+        the load, `scripts` the mocks one after another; `limits` are (resource, bytes); `env` is added to the
+        environment, `run` is run first.
         """
         assert self.process.stdin and self.process.stdout
         self.process.stdin.write(json.dumps({"results": str(results), **options}) + "\n")
@@ -164,6 +165,7 @@ def _visit(asked: dict[str, Any], model: Path, counter: Path) -> int:
     from kvstudy.measure import visit as measuring
 
     results = Path(asked["results"])
+    os.environ.update(asked.get("env", {}))
     os.environ[MARK] = str(results)
     os.environ["XDG_RUNTIME_DIR"] = str(results.parent)
     short = {"rate": 40, "duration_s": 0.3, "timeout_s": 1.0, "drain_s": 1.0, "warmup_requests": 1}

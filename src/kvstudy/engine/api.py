@@ -464,7 +464,7 @@ def serve(config: EngineConfig, listener: socket.socket) -> None:
     # token to send.
     sys.setswitchinterval(1e-3)
     logging.disable_progress_bar()
-    engine = Engine(config, AutoTokenizer.from_pretrained(config.model_dir))
+    engine = Engine(config, AutoTokenizer.from_pretrained(config.model_dir, trust_remote_code=False))
     host, port = listener.getsockname()[:2]
 
     async def run() -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from kvstudy.engine.config import EngineConfig
+from kvstudy.grid.secrets import API_KEY
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -28,6 +29,10 @@ def main(argv: list[str] | None = None) -> int:
         return _refuse(f"no config file {arguments.config}")
     except ValidationError as error:
         return _refuse(f"{arguments.config}: {_first_line(error)}")
+    # By the environment, because a file or a command line is there for others to read; and not for our own children.
+    key = os.environ.pop(API_KEY, None)
+    if config.api_key is None and key:
+        config = config.model_copy(update={"api_key": key})
     if not (config.model_dir / "config.json").is_file():
         return _refuse(f"no model in {config.model_dir}: config.json is missing")
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)

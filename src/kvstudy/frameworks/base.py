@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from kvstudy.frameworks import http
+from kvstudy.grid import secrets
 from kvstudy.grid.schema import Deployment
 
 MIB = 1 << 20
@@ -165,16 +166,16 @@ def classify(tail: str, returncode: int | None, memory_kill: bool = False) -> De
 
 
 def last_words(tail: str, returncode: int | None) -> str:
-    """The line of a log that says most about a death."""
+    """The line of a log that says most about a death, without secrets."""
     lines = [line.strip() for line in tail.splitlines() if line.strip()]
     for pattern in (_OOM, _PORT, _MODEL, _LINE):
         for line in reversed(lines):
             if pattern.search(line):
-                return re.sub(r"\x1b\[[0-9;]*m", "", line)[:300]
+                return secrets.redact(re.sub(r"\x1b\[[0-9;]*m", "", line))[:300]
     ended = f"exit code {returncode}" if returncode is not None else "no exit code"
     if returncode is not None and returncode < 0:
         ended = f"killed by {signal.Signals(-returncode).name}"
-    return ended if not lines else f"{ended}; its last line: {lines[-1][:250]}"
+    return ended if not lines else f"{ended}; its last line: {secrets.redact(lines[-1])[:250]}"
 
 
 # --- a server process ----------------------------------------------------------------------------
@@ -193,6 +194,7 @@ class Launch:
     pass_fds: tuple[int, ...] = ()  # leases, which must live as long as the server
     port: int = 0
     host: str = "127.0.0.1"
+    api_key: str | None = None  # what clients must send; handed on by the environment alone
 
     @property
     def kv_bytes(self) -> int:
@@ -471,7 +473,7 @@ THREAD_COUNTS = (
 
 
 def base_environment() -> dict[str, str]:
-    """The environment a server inherits: ours without its thread counts, told to stay off the network and quiet."""
-    env = {name: value for name, value in os.environ.items() if name not in THREAD_COUNTS}
+    """The environment a server inherits: ours without thread counts and secrets, told to stay offline and quiet."""
+    env = {name: value for name, value in secrets.without(os.environ).items() if name not in THREAD_COUNTS}
     env |= {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "DO_NOT_TRACK": "1", "PYTHONUNBUFFERED": "1"}
     return env

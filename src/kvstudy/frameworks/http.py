@@ -16,11 +16,13 @@ _LABEL = re.compile(r'([a-zA-Z_][a-zA-Z0-9_]*)="((?:[^"\\]|\\.)*)"')
 Sample = tuple[str, dict[str, str], float]
 
 
-def request(url: str, *, timeout: float, data: bytes | None = None) -> str:
+def request(url: str, *, timeout: float, data: bytes | None = None, key: str | None = None) -> str:
     """Body of a GET (or of a POST, with `data`); raises OSError if it fails or is not answered with 2xx."""
     asked = urllib.request.Request(url, data=data, method="GET" if data is None else "POST")
     if data is not None:
         asked.add_header("Content-Type", "application/json")
+    if key is not None:
+        asked.add_header("Authorization", f"Bearer {key}")
     with _OPENER.open(asked, timeout=timeout) as answer:
         body: bytes = answer.read()
     return body.decode()
@@ -35,9 +37,9 @@ def is_healthy(url: str, timeout: float = 2.0) -> bool:
     return True
 
 
-def get_json(url: str, *, timeout: float = 10.0) -> Any:
+def get_json(url: str, *, timeout: float = 10.0, key: str | None = None) -> Any:
     """Parsed JSON of a GET."""
-    return json.loads(request(url, timeout=timeout))
+    return json.loads(request(url, timeout=timeout, key=key))
 
 
 def parse_metrics(text: str, names: frozenset[str] | None = None) -> list[Sample]:

@@ -69,6 +69,7 @@ def make_server(
     *,
     host: str = "127.0.0.1",
     port: int = 0,
+    api_key: str | None = None,
 ) -> ServerProcess:
     """The server of a deployment, not started yet."""
     try:
@@ -85,6 +86,7 @@ def make_server(
         pass_fds=lease.fds,
         host=host,
         port=port,
+        api_key=api_key,
     )
     kind: type[ServerProcess]
     if isinstance(deployment.framework, Vllm):

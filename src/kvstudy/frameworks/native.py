@@ -10,6 +10,7 @@ from typing import Any
 from kvstudy.frameworks import base, http
 from kvstudy.frameworks.base import Counters, Gauge, Launch, ServerProcess, Watch, base_environment
 from kvstudy.grid.schema import InfiniGen, Vllm
+from kvstudy.grid.secrets import API_KEY
 
 
 def engine_config(launch: Launch, port: int) -> dict[str, Any]:
@@ -70,6 +71,8 @@ class NativeServer(ServerProcess):
         # The package must be found from any folder, installed or not.
         root = str(Path(__file__).parents[2])
         env["PYTHONPATH"] = root + (":" + env["PYTHONPATH"] if env.get("PYTHONPATH") else "")
+        if self.launch.api_key is not None:
+            env[API_KEY] = self.launch.api_key
         if self.launch.gpu_ids:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self.launch.gpu_ids)
         return env
@@ -141,4 +144,4 @@ class NativeServer(ServerProcess):
 
     def reset(self) -> None:
         """`POST /reset`: peaks start anew."""
-        http.request(f"{self.url}/reset", timeout=base.ANSWER_S, data=b"{}")
+        http.request(f"{self.url}/reset", timeout=base.ANSWER_S, data=b"{}", key=self.launch.api_key)

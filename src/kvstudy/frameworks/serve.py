@@ -2,13 +2,15 @@
 
 The same server, configuration and pinning that a measurement would use, in the foreground, to talk to by hand
 or to point another load generator at. It holds the same lease as a measurement, so it waits for one that
-runs.
+runs. Others can reach it only where `--host` says so and KVSTUDY_API_KEY holds the key that they must send.
 """
 
 from __future__ import annotations
 
 import argparse
+import ipaddress
 import json
+import os
 import signal
 import sys
 import tempfile
@@ -19,11 +21,19 @@ from pathlib import Path
 from kvstudy.frameworks.base import OutOfMemory, Unavailable
 from kvstudy.frameworks.launch import environment_folder, make_server, model_folder, read_visit
 from kvstudy.frameworks.lease import lease
+from kvstudy.grid.secrets import API_KEY
 from kvstudy.grid.store import Layout
 
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,6 +45,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
     options = parser.parse_args(arguments)
+    key = os.environ.get(API_KEY) or None
+    if key is None and not _is_loopback(options.host):
+        _say(
+            f"kvstudy serve: --host {options.host} can be reached by others: set {API_KEY} to a key that they must "
+            "send (Authorization: Bearer KEY)"
+        )
+        return 2
 
     def stop(signum: int, _: object) -> None:
         raise KeyboardInterrupt(signal.Signals(signum).name)
@@ -50,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         gpus = deployment.model.gpus if deployment.hardware.device == "cuda" else 0
         with tempfile.TemporaryDirectory(prefix="kvstudy-serve-") as work, lease(gpus, say=_say) as held:
             server = make_server(
-                deployment, model_dir, environment, Path(work), held, host=options.host, port=options.port
+                deployment, model_dir, environment, Path(work), held, host=options.host, port=options.port, api_key=key
             )
             _say(f"bringing up {deployment.slug}")
             try:

@@ -116,7 +116,12 @@ class VllmServer(ServerProcess):
             env.pop(name, None)
         assert self.launch.environment_dir is not None
         env["PATH"] = f"{self._python.parent}{os.pathsep}{env.get('PATH', '')}"
-        env |= {"VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": "1"}  # dev mode: /reset_prefix_cache
+        env["VLLM_NO_USAGE_STATS"] = "1"
+        if self.launch.api_key is not None:
+            env["VLLM_API_KEY"] = self.launch.api_key
+        elif self._framework.prefix_caching:
+            # For /reset_prefix_cache. It opens more than that, to anybody: not on a server that is for others.
+            env["VLLM_SERVER_DEV_MODE"] = "1"
         work = str(self.launch.work_dir)
         if len(work) < 60:  # sockets go there too, and a socket's path has 107 characters at most
             env["TMPDIR"] = work  # vLLM leaves files behind; these go with the visit
@@ -165,7 +170,7 @@ class VllmServer(ServerProcess):
         ):
             if name == "vllm:cache_config_info":
                 info = labels
-        models = http.get_json(f"{self.url}/v1/models")["data"]
+        models = http.get_json(f"{self.url}/v1/models", key=self.launch.api_key)["data"]
         self._info = info
         blocks = _whole(info.get("num_gpu_blocks"))
         effective: dict[str, Any] = {

@@ -12,7 +12,7 @@ import json
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 #: Fields that cannot change a measured number.
 NOT_IDENTITY = frozenset({"title", "bring_up_s"})
@@ -360,6 +360,21 @@ class Budget(Strict):
 # --- frameworks ----------------------------------------------------------------------------------
 
 
+#: Options of vLLM that import what they name, or what a model folder brings along.
+RUNS_CODE = (
+    "--trust-remote-code",
+    "--middleware",
+    "--logits-processors",
+    "--worker-cls",
+    "--worker-extension-cls",
+    "--scheduler-cls",
+    "--tool-parser-plugin",
+    "--reasoning-parser-plugin",
+    "--io-processor-plugin",
+    "--config",
+)
+
+
 class Vllm(Strict):
     """The released vLLM, pinned; paged KV, the full cache.
 
@@ -393,6 +408,17 @@ class Vllm(Strict):
         """Its name with the options that make it another thing to compare, as it reads in a folder's name."""
         marks = {"prefix": self.prefix_caching, "fp8": self.kv_cache_dtype == "fp8", "offload": self.offload_mib}
         return "-".join([self.name, *(mark for mark, on in marks.items() if on)])
+
+    @field_validator("extra_args")
+    @classmethod
+    def _are_data(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
+        for argument in arguments:
+            name = argument.partition("=")[0].replace("_", "-")
+            if name.startswith(RUNS_CODE):
+                raise ValueError(f"{name} runs code that a configuration or a model names: it is refused")
+            if name.startswith(("--api-key", "--hf-token")):
+                raise ValueError(f"{name} would write a secret into the cell: set it in the environment")
+        return arguments
 
     @property
     def environment(self) -> str | None:

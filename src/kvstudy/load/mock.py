@@ -23,6 +23,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+MOST_HEAD_BYTES, MOST_BODY_BYTES, MOST_OUTPUT = 64 << 10, 32 << 20, 1_000_000
+
 
 @dataclass
 class Script:
@@ -124,19 +126,35 @@ class _Handler(asyncio.Protocol):
     def _next(self) -> None:
         end = self.buffer.find(b"\r\n\r\n")
         if end < 0:
+            if len(self.buffer) > MOST_HEAD_BYTES:
+                self._refuse(400, "the headers are too long")
             return
         head = self.buffer[:end]
         at = head.lower().find(b"content-length:")
-        length = int(head[at + 15 :].split(b"\r\n", 1)[0]) if at >= 0 else 0
+        said = head[at + 15 :].split(b"\r\n", 1)[0].strip() if at >= 0 else b"0"
+        line = head.split(b"\r\n", 1)[0].split(b" ")
+        if not said.isdigit() or len(line) != 3:
+            self._refuse(400, "that is not HTTP")
+            return
+        length = int(said[:20])
+        if length > MOST_BODY_BYTES:
+            self._refuse(413, f"the body is over {MOST_BODY_BYTES:,} bytes")
+            return
         if len(self.buffer) < end + 4 + length:
             return
         body = self.buffer[end + 4 : end + 4 + length]
         self.buffer = self.buffer[end + 4 + length :]
-        method, path, _ = head.split(b" ", 2)
+        method, path, _ = line
         if method == b"POST" and path.endswith(b"completions"):
             self._complete(body, path.endswith(b"chat/completions"))
         else:
-            self._plain(path.decode())
+            self._plain(path.decode("latin-1"))
+
+    def _refuse(self, status: int, message: str) -> None:
+        """Answer what cannot be read on from, and close."""
+        self._answer(status, json.dumps({"error": {"message": message, "type": "invalid_request_error"}}))
+        self.buffer = b""
+        self.transport.close()
 
     def _answer(self, status: int, text: str, kind: str = "application/json") -> None:
         body = text.encode()
@@ -173,6 +191,12 @@ class _Handler(asyncio.Protocol):
     def _complete(self, body: bytes, chat: bool) -> None:
         mock, script = self.mock, self.mock.script
         loop = asyncio.get_running_loop()
+        try:
+            prompt_tokens, output = _asked(json.loads(body))
+        except (ValueError, RecursionError) as error:
+            self._answer(400, json.dumps({"error": {"message": str(error)[:300], "type": "invalid_request_error"}}))
+            self._next()
+            return
         mock.seen += 1
         mock.arrivals.append(loop.time())
         if script.die_after and mock.seen >= script.die_after:
@@ -185,12 +209,6 @@ class _Handler(asyncio.Protocol):
         if mock.take(script.hang_share):
             self.busy = True
             return
-        request = json.loads(body)
-        prompt = request.get("prompt")
-        if prompt is None:
-            prompt = " ".join(str(item.get("content", "")) for item in request.get("messages", []))
-        prompt_tokens = len(prompt) if isinstance(prompt, list) else len(str(prompt).split())
-        output = int(request.get("max_tokens") or 16)
         if script.max_output is not None:
             output = min(output, script.max_output)
         mock.prompt_tokens += prompt_tokens
@@ -211,6 +229,21 @@ class _Handler(asyncio.Protocol):
                 loop.call_later(script.first_s, answer.begin)
             else:
                 answer.begin()
+
+
+def _asked(request: Any) -> tuple[int, int]:
+    """Prompt and output tokens of a request. Raises `ValueError`."""
+    if not isinstance(request, dict):
+        raise ValueError("the body is not a JSON object")
+    prompt, messages = request.get("prompt"), request.get("messages") or []
+    if prompt is None:
+        if not isinstance(messages, list) or not all(isinstance(item, dict) for item in messages):
+            raise ValueError("messages is not a list of objects")
+        prompt = " ".join(str(item.get("content", "")) for item in messages)
+    output = request.get("max_tokens") or 16
+    if not isinstance(output, int) or not 1 <= output <= MOST_OUTPUT:
+        raise ValueError(f"max_tokens is not a number from 1 to {MOST_OUTPUT:,}")
+    return len(prompt) if isinstance(prompt, list) else len(str(prompt).split()), output
 
 
 class _Answer:

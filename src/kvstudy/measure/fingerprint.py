@@ -20,6 +20,7 @@ from typing import Any
 import psutil
 
 from kvstudy.grid.schema import digest
+from kvstudy.grid.secrets import redact
 
 _SECRET = re.compile(r"(^|[-_])(token|secret|password|passwd|api[-_]?key|authorization|credentials?)($|[-_])", re.I)
 
@@ -141,7 +142,7 @@ def command() -> list[str]:
             out.append(f"{word.partition('=')[0]}=***" if "=" in word else word)
             hide_next = "=" not in word and word.startswith("-")
         else:
-            out.append(word)
+            out.append(redact(word))
     return out
 
 

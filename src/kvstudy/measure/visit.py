@@ -40,6 +40,7 @@ from kvstudy.frameworks.lease import Lease, lease
 from kvstudy.grid import store
 from kvstudy.grid.records import MEMORY_COLUMNS, Metric, Outcome, Source, Summary, Verdict
 from kvstudy.grid.schema import H2O, BurstLoad, Cell, ClosedLoad, KneeLoad, Load, PoissonLoad, Visit, Vllm, digest
+from kvstudy.grid.secrets import redact
 from kvstudy.grid.store import Layout, cannot_write
 from kvstudy.load import client, workload
 from kvstudy.load.arrivals import ArrivalError, schedule
@@ -90,6 +91,7 @@ _SAID: list[str] = []
 
 def say(line: str) -> None:
     """A line for whoever watches, and for the log of the cell at hand."""
+    line = redact(line)
     _SAID.append(f"{fingerprint.now()} {line}")
     print(line, file=sys.stderr, flush=True)
 
@@ -601,10 +603,11 @@ class Measuring:
                 write_requests(frame, staging / store.REQUESTS)
                 memory.to_parquet(staging / store.MEMORY, index=False)
                 store.write_json(staging / store.SUMMARY, summary.model_dump(mode="json"))
-                store.write_json(staging / store.PROVENANCE, dict(provenance))
+                told = json.dumps(dict(provenance), indent=1, ensure_ascii=False, allow_nan=False)
+                store.write_text(staging / store.PROVENANCE, redact(told) + "\n")
                 said = "\n".join(_SAID)
                 text = f"--- client ---\n{said}\n--- server ---\n{log}"
-                (staging / store.LOG).write_text(text, encoding="utf-8")
+                (staging / store.LOG).write_text(redact(text), encoding="utf-8")
         except FileExistsError:
             say(f"  {cell.cell_slug} was measured by someone else meanwhile: theirs is kept")
         _SAID.clear()
@@ -973,7 +976,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         say(f"kvstudy measure: {' '.join(str(error).split())}")
         if isinstance(error, Fault) and error.detail and options.log is not None:
             with contextlib.suppress(OSError), options.log.open("a", encoding="utf-8") as log:
-                log.write(f"--- server ---\n{error.detail}")
+                log.write(redact(f"--- server ---\n{error.detail}"))
         return 2
     except KeyboardInterrupt:
         say("kvstudy measure: interrupted; the server is stopped, finished cells stay, run again to go on")

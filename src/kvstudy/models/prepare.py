@@ -148,6 +148,7 @@ def _from_package(model: Model, folder: Path) -> tuple[str, str]:
         dtype=getattr(torch, model.dtype),
         quantization_config=transformers.GgufConfig(dequantize=True),
         local_files_only=True,
+        trust_remote_code=False,
     )
     # The weights are dense now; a folder that still says GGUF is refused by every framework.
     for name in ("quantization_config", "_model_name_or_path"):
@@ -265,9 +266,19 @@ def _convert(model: Model, found: Path, folder: Path) -> None:
     import transformers
 
     _quiet()
-    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        str(found), dtype=getattr(torch, model.dtype), local_files_only=True, use_safetensors=False
-    )
+    try:
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+            str(found),
+            dtype=getattr(torch, model.dtype),
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=False,
+        )
+    except Exception as error:  # each format's reader raises its own
+        raise ModelUnavailable(
+            f"model {model.name}: {found} cannot be read as weights and a configuration that transformers knows "
+            f"({type(error).__name__}); code that a model brings along is never run"
+        ) from None
     loaded.save_pretrained(folder, max_shard_size=SHARD_BYTES)
 
 
@@ -276,7 +287,9 @@ def _write_fast_tokenizer(model: Model, found: Path, folder: Path) -> None:
 
     _quiet()
     try:
-        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(str(found), local_files_only=True)
+        tokenizer: Any = transformers.AutoTokenizer.from_pretrained(
+            str(found), local_files_only=True, trust_remote_code=False
+        )
         tokenizer.save_pretrained(folder)
     except (OSError, ValueError) as error:
         raise ModelUnavailable(
@@ -340,7 +353,7 @@ def _gguf_tokenizer(gguf: Path, folder: Path, max_length: int) -> dict[str, str]
 
     _quiet()
     loaded: Any = transformers.AutoTokenizer.from_pretrained(
-        str(gguf.parent), gguf_file=gguf.name, local_files_only=True
+        str(gguf.parent), gguf_file=gguf.name, local_files_only=True, trust_remote_code=False
     )
     fast: Any = loaded.backend_tokenizer
     kind = GGUFReader(gguf).fields.get("tokenizer.ggml.pre")
@@ -511,7 +524,15 @@ def _vocabulary(folder: Path) -> dict[str, int]:
 def _describe(model: Model, folder: Path, origin: str, revision: str | None) -> ModelCard:
     import transformers
 
-    config: Any = transformers.AutoConfig.from_pretrained(str(folder), local_files_only=True)
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(
+            str(folder), local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError) as error:
+        raise ModelUnavailable(
+            f"model {model.name}: its config.json is not of a model that transformers knows ({type(error).__name__}); "
+            "code that a model brings along is never run"
+        ) from None
     text = config.get_text_config()
     heads = text.num_attention_heads
     kv_heads = getattr(text, "num_key_value_heads", None) or heads

@@ -27,13 +27,14 @@ from dataclasses import dataclass, field
 from datetime import datetime
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import pandas as pd
 
 from kvstudy.analysis.plan import AnalysisError, Plan, PlannedCell, read_plan
 from kvstudy.analysis.table import axes_of, read_cell, read_provenance
 from kvstudy.grid.records import Summary
+from kvstudy.grid.secrets import redact
 from kvstudy.grid.store import CONFIG, LOG, MEMORY, PROVENANCE, SUMMARY, Layout, write_json
 
 #: Raised when what is logged of a cell changes, so that runs logged before are replaced.
@@ -45,7 +46,7 @@ MOST_POINTS = 60
 #: MLflow's own limits for one `log_batch`.
 _MOST_METRICS, _MOST_PARAMS = 1000, 100
 
-LOCK_WAIT_S = 30.0
+LOCK_WAIT_S = 300.0
 UNREACHABLE = 3
 MIB = 2**20
 
@@ -211,9 +212,9 @@ def redacted(uri: str) -> str:
 def _clean(text: str, uri: str) -> str:
     """One line of an error's text, with no secret of the URI in it."""
     password = urlsplit(uri).password
-    text = text.replace(uri, redacted(uri))
-    if password:
-        text = text.replace(password, "***")
+    text = redact(text.replace(uri, redacted(uri)))
+    for written in (password, unquote(password)) if password else ():
+        text = text.replace(written, "***")
     line = next((line.strip() for line in text.splitlines() if line.strip()), "no reason given")
     return line if len(line) <= 300 else line[:297] + "..."
 
