@@ -91,7 +91,8 @@ def _numbers(predicate: Quality, side: Side, frame: pd.DataFrame | None) -> list
     frame = frame[frame["depth"].isna() & (frame["verdict"] == "VALID") & (frame["weights"] != "random")]
     rows = frame[[any(fnmatch(str(name), pattern) for pattern in predicate.measures) for name in frame["measure"]]]
     if rows.empty:
-        raise NotTestable(f"quality was measured, but not {wanted}")
+        tasks = " (quality=paper_tasks; the data sets come from the hub)" if "accuracy:" in wanted else ""
+        raise NotTestable(f"quality was measured, but not {wanted}{tasks}")
     if predicate.contexts is not None:
         rows = rows[rows["context"].between(*predicate.contexts)]
         if rows.empty:
