@@ -33,6 +33,7 @@ from transformers.utils import logging
 from kvstudy.engine import attention, kernels, metrics
 from kvstudy.engine.config import EngineConfig
 from kvstudy.engine.core import Engine, Output
+from kvstudy.engine.echo import Echo
 from kvstudy.engine.intake import (
     MOST_MESSAGES,
     ApiError,
@@ -94,7 +95,11 @@ class Body(BaseModel):
 class CompletionBody(Body):
     prompt: Any
     """A text or token ids, or a list of one of them: `intake.single_prompt`."""
-    echo: Literal[False] = False
+    max_tokens: int | None = Field(None, ge=0)
+    """0 only with `echo`."""
+    echo: bool = False
+    kvstudy_context_tokens: int | None = Field(None, ge=1)
+    """Extension: how much of an echoed prompt is the context, prefilled and compressed; see `kvstudy.engine.echo`."""
     logprobs: int | None = Field(None, ge=0, le=20)
 
 
@@ -147,15 +152,16 @@ class _Shape:
     def last(self, usage: bytes, extension: dict[str, Any]) -> bytes:
         return self._head + b"]" + usage + b',"kvstudy":' + orjson.dumps(extension) + b"}\n\n"
 
+    def name(self, token: int) -> str:
+        text: str = self._tokenizer.decode([token])
+        return text
+
     def logprobs(self, request: EngineRequest, first: int, stop: int) -> Any:
         """Of output tokens first .. stop - 1, in the endpoint's shape; None where none were asked for."""
         if request.params.logprobs is None:
             return None
 
-        def name(token: int) -> str:
-            text: str = self._tokenizer.decode([token])
-            return text
-
+        name = self.name
         entries = list(zip(request.output[first:stop], request.logprobs[first:stop], strict=True))
         if self.chat:
             return {
@@ -178,22 +184,28 @@ class _Shape:
             "text_offset": [],
         }
 
-    def whole(self, request: EngineRequest, text: str) -> dict[str, Any]:
-        """The answer to a request that does not stream."""
+    def whole(self, request: EngineRequest, text: str, echo: Echo | None = None, answered: int = 0) -> dict[str, Any]:
+        """The answer to a request that does not stream; with `echo`, to one that has `answered` tokens of its own."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": request.finish_reason}
         if self.chat:
             choice["message"] = {"role": "assistant", "content": text}
         else:
             choice["text"] = text
-        choice["logprobs"] = self.logprobs(request, 0, len(request.output))
+        if echo is None:
+            choice["logprobs"] = self.logprobs(request, 0, len(request.output))
+            usage = usage_of(request, len(request.output))
+        else:
+            choice["logprobs"] = echo.logprobs(request, self.name, answered)
+            total = len(echo.ids) + answered
+            usage = {"prompt_tokens": len(echo.ids), "completion_tokens": answered, "total_tokens": total}
         return {
             "id": self.id,
             "object": "chat.completion" if self.chat else "text_completion",
             "created": self.created,
             "model": self.model,
             "choices": [choice],
-            "usage": usage_of(request, len(request.output)),
-            "kvstudy": extension_of(request),
+            "usage": usage,
+            "kvstudy": extension_of(request) | ({"context_tokens": echo.context} if echo else {}),
         }
 
 
@@ -302,10 +314,15 @@ def create_app(engine: Engine, runner: Runner) -> FastAPI:
             )
         return body
 
-    async def answer(http: Request, body: Body, ids: list[int], chat: bool, logprobs: int | None) -> Response:
+    async def answer(
+        http: Request, body: Body, ids: list[int], chat: bool, logprobs: int | None, echo: Echo | None = None
+    ) -> Response:
         wanted = getattr(body, "max_completion_tokens", None) or body.max_tokens
         if wanted is None:
             wanted = max(1, engine.max_model_len - len(ids)) if chat else 16
+        asked = wanted
+        if echo is not None:
+            ids, wanted = list(echo.ids[: echo.context]), max(1, len(echo.forced) + wanted)
         params = SamplingParams(
             max_tokens=wanted,
             temperature=body.temperature,
@@ -314,6 +331,8 @@ def create_app(engine: Engine, runner: Runner) -> FastAPI:
             stop=body.stop_strings(),
             ignore_eos=body.ignore_eos,
             logprobs=logprobs,
+            prompt_logprobs=echo is not None and logprobs is not None,
+            forced_tokens=echo.forced if echo is not None else None,
         )
         make_room()
         try:
@@ -329,15 +348,19 @@ def create_app(engine: Engine, runner: Runner) -> FastAPI:
         if body.stream:
             return EventStream(runner, request, stream, shape, body.stream_options or StreamOptions())
         gone = asyncio.ensure_future(_wait_for_disconnect(http.receive, runner, request, stream))
-        text = []
+        text = [] if echo is None else [echo.text]
+        given = 0 if echo is None else len(echo.forced)
         try:
             while True:
                 output = await stream.get()
                 if not isinstance(output, Output):
                     raise ApiError(500, str(output), "server_error")
-                text.append(output.text)
+                given -= 1
+                if given < 0 and asked:
+                    text.append(output.text)
                 if output.finish_reason:
-                    return json_response(shape.whole(request, "".join(text)))
+                    answered = min(asked, -given) if echo is not None else 0
+                    return json_response(shape.whole(request, "".join(text), echo, answered))
         finally:
             gone.cancel()
             runner.abort(request)
@@ -349,7 +372,22 @@ def create_app(engine: Engine, runner: Runner) -> FastAPI:
         if isinstance(prompt, str):
             # A text of megabytes takes seconds: in a thread, so that nobody else's stream waits for it.
             prompt = (await asyncio.to_thread(tokenizer, prompt))["input_ids"]
-        return await answer(http, body, prompt, False, body.logprobs)
+        return await answer(http, body, prompt, False, body.logprobs, await echo_of(body, prompt))
+
+    async def echo_of(body: CompletionBody, ids: list[int]) -> Echo | None:
+        if not body.echo:
+            if body.kvstudy_context_tokens is not None:
+                raise bad_request("kvstudy_context_tokens needs echo: true", "kvstudy_context_tokens")
+            if body.max_tokens == 0:
+                raise bad_request("max_tokens: 0 needs echo: true", "max_tokens")
+            return None
+        if body.stream or body.stop_strings():
+            raise bad_request("echo goes with neither stream nor stop", "stream" if body.stream else "stop")
+        text = await asyncio.to_thread(tokenizer.decode, ids) if isinstance(body.prompt, list) else str(body.prompt)
+        try:
+            return Echo.of(ids, text, body.kvstudy_context_tokens)
+        except ValueError as error:
+            raise bad_request(str(error), "kvstudy_context_tokens") from None
 
     @app.post("/v1/chat/completions")
     async def chat(http: Request) -> Response:

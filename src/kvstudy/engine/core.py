@@ -250,12 +250,16 @@ class Engine:
             part.policy.begin_step(part.rows, [chunk for chunk, _ in part.chunks])
         if self.windows is not None:
             self._begin_windows(self.windows, parts)
-        sampled, keep = _sampled(parts)
+        sampled, keep, read = _sampled(parts)
         logits = self.model.forward(ids, positions, _StepAttention(parts, self.routes, self.windows), keep)
         for part in parts:
             part.policy.end_step(part.rows, [chunk for chunk, _ in part.chunks])
         self._advance(parts)
-        outputs = self.accept(sampled, sampling.sample(logits, sampled) if sampled else [])
+        at = len(sampled)
+        for chunk, count in read:
+            sampling.read_prompt(logits[at : at + count], chunk.request, chunk.start + 1)
+            at += count
+        outputs = self.accept(sampled, sampling.sample(logits[: len(sampled)], sampled) if sampled else [])
         self._count(plan, len(ids), len(sampled), time.perf_counter() - begin)
         if self.trace is not None:
             self.trace.append(
@@ -382,10 +386,16 @@ class Engine:
         self.link.reset()
 
 
-def _sampled(parts: list[_Part]) -> tuple[list[Request], torch.Tensor]:
-    """The requests that get a token from this step, and where in the packed batch their logits are."""
+def _sampled(parts: list[_Part]) -> tuple[list[Request], torch.Tensor, list[tuple[Chunk, int]]]:
+    """Whose logits are wanted, and where in the packed batch they are.
+
+    First the requests that get a token from this step, then the chunks whose own tokens are reported, with how many
+    rows each has: a prompt's last token says nothing of the prompt.
+    """
     requests: list[Request] = []
     keep: list[int] = []
+    read: list[tuple[Chunk, int]] = []
+    also: list[int] = []
     for part in parts:
         requests += part.rows.requests
         keep += range(part.rows_at.start, part.rows_at.stop)
@@ -393,5 +403,8 @@ def _sampled(parts: list[_Part]) -> tuple[list[Request], torch.Tensor]:
             if chunk.last:
                 requests.append(chunk.request)
                 keep.append(at.stop - 1)
+            if chunk.request.params.prompt_logprobs:
+                read.append((chunk, chunk.length - chunk.last))
+                also += range(at.start, at.stop - chunk.last)
     device = parts[0].rows.positions.device
-    return requests, torch.tensor(keep, dtype=torch.int64, device=device)
+    return requests, torch.tensor(keep + also, dtype=torch.int64, device=device), read

@@ -80,7 +80,8 @@ class Llama:
             hidden = self._plain(hidden, cos, sin, attend)
         else:
             self._compiled(self.lib, hidden, cos, sin, attend)
-        hidden = self._last_norm(hidden if len(keep) == len(hidden) else hidden[keep])
+        every = len(keep) == len(hidden) and torch.equal(keep, torch.arange(len(keep), device=keep.device))
+        hidden = self._last_norm(hidden if every else hidden[keep])
         if self.lib is None or len(hidden) > self.lib.max_tokens:
             return F.linear(hidden, self.head)
         return self.lib.linear(hidden, self.head)

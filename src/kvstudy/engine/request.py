@@ -27,6 +27,8 @@ class SamplingParams:
     ignore_eos: bool = False
     logprobs: int | None = None
     """Report each token's log probability and those of this many best; None reports none."""
+    prompt_logprobs: bool = False
+    """Report the prompt's tokens too, but the first, as `logprobs` says; they are prefill's."""
     forced_tokens: tuple[int, ...] | None = None
     """Teacher forcing: the output begins with these, whatever the logits say."""
     return_logits: bool = False
@@ -55,6 +57,8 @@ class Request:
     output: list[int] = field(default_factory=list)
     logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
     """Of each output token: its log probability, and (token, log probability) of the best."""
+    prompt_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
+    """The same of each prompt token but the first."""
     logits: list[torch.Tensor] = field(default_factory=list)
     finish_reason: str | None = None
     """`stop`, `length`, or `abort`."""

@@ -55,3 +55,10 @@ def _logprobs(logits: torch.Tensor, token: int, top: int) -> tuple[float, list[t
     best = logp.topk(top) if top else None
     pairs = list(zip(best.indices.tolist(), best.values.tolist(), strict=True)) if best else []
     return float(logp[token]), pairs
+
+
+def read_prompt(logits: torch.Tensor, request: Request, start: int) -> None:
+    """Append the log probabilities of prompt tokens from `start` on, one a row of `logits [tokens, vocab]`."""
+    logits = logits.float()
+    for row, token in enumerate(request.prompt[start : start + len(logits)]):
+        request.prompt_logprobs.append(_logprobs(logits[row], token, request.params.logprobs or 0))
