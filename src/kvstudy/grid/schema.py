@@ -523,7 +523,7 @@ class InfiniGen(_Native):
     name: Literal["infinigen"] = "infinigen"
     title: str = Field(default="InfiniGen (ours)")
     rule: Literal["request", "speed", "paper"] = "request"
-    alpha: float = Field(default=4.0, ge=0.0)
+    alpha: float | None = Field(default=None, ge=0.0)  # None: the authors' 4 for OPT, 5 for models with RoPE
     partial_ratio: float | None = Field(default=None, gt=0.0, le=1.0)
     pool_capacity: float = Field(default=1.0, gt=0.0, le=1.0)
     pool_rule: Literal["fifo", "lru", "counter"] = "counter"
