@@ -38,7 +38,7 @@ def build_quality(plan: Plan, results: Path) -> pd.DataFrame:
             "source": summary.source,
         }
         frames.append(measures.assign(**axes))
-    table = pd.concat(frames, ignore_index=True) if frames else pd.DataFrame(columns=list(QUALITY_COLUMNS))
+    table = pd.concat(frames, ignore_index=True) if frames else no_quality()
     return table.reindex(columns=list(QUALITY_COLUMNS)).astype(QUALITY_COLUMNS)
 
 
@@ -58,9 +58,12 @@ def _axes(config: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def no_quality() -> pd.DataFrame:
+    """The table of a study that asks for none."""
+    return pd.DataFrame(columns=list(QUALITY_COLUMNS)).astype(QUALITY_COLUMNS)
+
+
 def read_quality(study_dir: Path) -> pd.DataFrame:
     """The quality table beside a study's cells.parquet; empty, with its columns, where there is none."""
     path = study_dir / QUALITY
-    if path.is_file():
-        return pd.read_parquet(path)
-    return pd.DataFrame(columns=list(QUALITY_COLUMNS)).astype(QUALITY_COLUMNS)
+    return pd.read_parquet(path) if path.is_file() else no_quality()

@@ -34,21 +34,21 @@ class Item:
     """What the answer might have been."""
 
 
+_NAMES = ("Walter", "Miriam", "Edgar", "Sophia", "Victor")
+_NUMBERS = ("4821", "7359", "1604", "9273", "5148")
 #: A fact, its question, and the values it may have: short, and none part of another.
 FACTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("My cat is called {}.", "What is my cat called?", ("Oscar", "Luna", "Simba", "Felix", "Nala", "Milo")),
-    ("I live in {}.", "In which city do I live?", ("Paris", "Tokyo", "Berlin", "Madrid", "Cairo", "Oslo")),
-    ("My favourite colour is {}.", "What is my favourite colour?", ("green", "purple", "orange", "yellow", "blue")),
-    ("My sister works as a {}.", "What does my sister work as?", ("nurse", "pilot", "lawyer", "baker", "painter")),
-    ("My favourite fruit is the {}.", "What is my favourite fruit?", ("mango", "cherry", "banana", "peach", "apple")),
-    ("I play the {}.", "Which instrument do I play?", ("violin", "piano", "guitar", "trumpet", "drums")),
-    ("I was born in {}.", "In which month was I born?", ("January", "April", "August", "October", "December")),
-    ("My car is a {}.", "Which make is my car?", ("Toyota", "Ford", "Honda", "Volvo", "Fiat")),
+    ("Anna's cat is called {}.", "What is the name of Anna's cat?", ("Oscar", "Luna", "Simba", "Felix", "Nala")),
+    ("The captain of the ship is called {}.", "What is the name of the captain of the ship?", _NAMES),
+    ("The number of the hotel room is {}.", "What is the number of the hotel room?", _NUMBERS),
+    ("Peter lives in {}.", "In which city does Peter live?", ("Paris", "Tokyo", "Berlin", "Madrid", "Cairo")),
+    ("Maria's favourite fruit is the {}.", "What is Maria's favourite fruit?", ("mango", "cherry", "banana", "peach")),
+    ("The meeting is on {}.", "On which day is the meeting?", ("Monday", "Tuesday", "Thursday", "Friday", "Saturday")),
+    ("The colour of John's car is {}.", "What is the colour of John's car?", ("green", "purple", "orange", "yellow")),
+    ("The number of the train is {}.", "What is the number of the train?", _NUMBERS),
 )
-TOLD = "Please remember this about me. {} I will ask you about it later."
-NOTED = "Thank you, I will remember it."
-FILLER = "Here is a part of a text that I am reading:\n{}"
-READ = "I have read it."
+NOTED = "Understood."
+READ = "OK."
 ABOUT = "{}\n\nExplain in a few sentences what this text says."
 #: Tokens of text in one filler turn.
 TURN_TOKENS = 96
@@ -60,7 +60,14 @@ class Drawer:
     def __init__(self, tokenizer: Any, text: Text, seed: int) -> None:
         self.tokenizer = tokenizer
         self.seed = seed
-        self.ids: list[int] = tokenizer("\n\n".join(text.documents), add_special_tokens=False)["input_ids"]
+        self.ids = self._tokens("\n\n".join(text.documents))
+        # What a conversation is filled with: without code and tables, which a small model would go on with.
+        lines = (line for document in text.documents for line in document.split("\n"))
+        self.prose = self._tokens("\n".join(line for line in lines if not line.startswith((" ", "\t"))))
+
+    def _tokens(self, text: str) -> list[int]:
+        ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return ids
 
     def _random(self, *key: object) -> random.Random:
         return random.Random("/".join(map(str, (self.seed, *key))))
@@ -103,11 +110,11 @@ class Drawer:
         fact, question, values = FACTS[number % len(FACTS)]
         value = lots.choice(values)
         told: Messages = [
-            {"role": "user", "content": TOLD.format(fact.format(value))},
+            {"role": "user", "content": fact.format(value)},
             {"role": "assistant", "content": NOTED},
         ]
         asked: Messages = [{"role": "user", "content": question}]
-        turns = max(1, context // (TURN_TOKENS + 40)) if spec.filler == "turns" else 1
+        turns = max(1, context // (TURN_TOKENS + 16)) if spec.filler == "turns" else 1
         starts = [lots.random() for _ in range(turns)]
 
         def pieces(tokens: int) -> list[Messages]:
@@ -140,13 +147,13 @@ class Drawer:
 
     @staticmethod
     def _reading(passage: str) -> Messages:
-        return [{"role": "user", "content": FILLER.format(passage)}, {"role": "assistant", "content": READ}]
+        return [{"role": "user", "content": passage}, {"role": "assistant", "content": READ}]
 
     def _passage(self, start: float, tokens: int) -> str:
-        """Text of about so many tokens from a place between the text's start (0) and its end (1)."""
-        at = int(start * max(1, len(self.ids) - tokens))
-        passage: str = self.tokenizer.decode(self.ids[at : at + tokens])
-        return passage
+        """Prose of about so many tokens from a place between the text's start (0) and its end (1)."""
+        at = int(start * max(1, len(self.prose) - tokens))
+        passage: str = self.tokenizer.decode(self.prose[at : at + tokens])
+        return passage.strip()
 
     def _chat(self, messages: Messages, ended: bool = False) -> list[int]:
         ids: list[int] = self.tokenizer.apply_chat_template(

@@ -16,7 +16,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -31,19 +32,27 @@ from transformers.utils import logging
 from kvstudy.engine.config import Budget as EngineBudget
 from kvstudy.engine.config import EngineConfig
 from kvstudy.engine.core import Engine
-from kvstudy.frameworks.base import Launch, Unavailable
-from kvstudy.frameworks.launch import model_folder
+from kvstudy.frameworks import http
+from kvstudy.frameworks.base import Launch, OutOfMemory, Unavailable
+from kvstudy.frameworks.launch import environment_folder, make_server, model_folder
 from kvstudy.frameworks.lease import Lease, lease
 from kvstudy.frameworks.native import engine_config
 from kvstudy.grid import store
+from kvstudy.grid.plan import project_root
 from kvstudy.grid.records import ITEM_COLUMNS, Metric, Summary, Verdict
-from kvstudy.grid.schema import H2O, QualityCell, QualityVisit
+from kvstudy.grid.schema import H2O, Budget, Full, QualityCell, QualityVisit, digest
 from kvstudy.grid.store import Layout
 from kvstudy.load.text import Text, TextError, read_text
 from kvstudy.measure import fingerprint
-from kvstudy.quality import measures
+from kvstudy.quality import measures, tasks
 from kvstudy.quality.items import Drawer, Item
-from kvstudy.quality.score import BATCH_BYTES, REFERENCE, Row, Scorer, Wanted
+from kvstudy.quality.score import BATCH_BYTES, REFERENCE, Row, Run, Scorer, Wanted
+from kvstudy.quality.served import Endpoint, ServedScorer
+
+#: How far a served log probability may be from the scored one on average, in nats. Both are bfloat16 and batch
+#: differently: the difference seen is 0.01 to 0.02, a policy that is not the same one is off by 0.1 and more.
+TOLERANCE = 0.05
+CHECKED_ITEMS = 2
 
 
 class Fault(Exception):
@@ -61,6 +70,10 @@ class Part:
     def name(self) -> str:
         """The file of its rows."""
         return f"{self.kind}-{self.context}"
+
+
+#: `lm-eval`'s part; its prompts have lengths of their own.
+TASKS = Part("tasks", 0)
 
 
 def parts_of(cell: QualityCell) -> list[Part]:
@@ -93,6 +106,9 @@ class Scoring:
     model_dir: Path
     text: Text = field(init=False)
     left_out: dict[str, list[str]] = field(default_factory=dict)
+    runs: dict[Part, list[Run]] = field(default_factory=dict)
+    checks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    reasons: dict[str, list[str]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.todo = [c for c in self.visit.cells if not store.is_whole(self.layout.cell(c.cell_id))]
@@ -115,8 +131,9 @@ class Scoring:
             raise Fault(str(error)) from error
 
     def _score(self, drawer: Drawer, tokenizer: Any, work: Path, held: Lease) -> None:
-        scorer = self._scorer(tokenizer, work)
         every = parts_of(self.todo[0])
+        served = [cell for cell in self.todo if cell.framework.environment is not None]
+        scorer = self._scorer(tokenizer, work, [cell for cell in self.todo if cell not in served])
         for number, part in enumerate(every, start=1):
             missing = [c for c in self.todo if self._takes(c, part, scorer) and not self._path(c, part).is_file()]
             if not missing:
@@ -124,38 +141,143 @@ class Scoring:
             say(f"{part.name} ({number}/{len(every)}): {len(missing)} deployments")
             begun = time.monotonic()
             scorer.only = {cell.cell_id for cell in missing}
-            for cell_id, rows in self._rows(scorer, drawer, part).items():
+            items: list[Item] = getattr(drawer, part.kind)(getattr(self.todo[0].quality, part.kind), part.context)
+            if served:
+                self.runs[part] = _of_reference(scorer, part, items, self._output(part))
+                continue
+            for cell_id, rows in _rows(scorer, part, items, self._output(part)).items():
                 if cell_id != REFERENCE:
                     write_rows(rows, self.layout.quality_part(cell_id, part.name))
             say(f"  {time.monotonic() - begun:.0f} s")
+        if served:
+            self._score_served(served[0], scorer, tokenizer, work, held)
+        else:
+            self._spot_check(scorer, drawer, work, held)
+        if self.todo[0].quality.tasks is not None:
+            self._score_tasks(work, held)
+            every.append(TASKS)
         for cell in self.todo:
             self._finish(cell, every)
 
     def _path(self, cell: QualityCell, part: Part) -> Path:
         return self.layout.quality_part(cell.cell_id, part.name)
 
-    def _rows(self, scorer: Scorer, drawer: Drawer, part: Part) -> dict[str, list[Row]]:
-        asked = self.todo[0].quality
-        items: list[Item] = getattr(drawer, part.kind)(getattr(asked, part.kind), part.context)
-        if part.kind == "perplexity":
-            return scorer.perplexity(items, part.context)
-        spec = asked.greedy if part.kind == "greedy" else asked.retention
-        assert spec is not None
-        score: Callable[..., dict[str, list[Row]]] = getattr(scorer, part.kind)
-        return score(items, part.context, spec.output)
+    def _output(self, part: Part) -> int:
+        spec = getattr(self.todo[0].quality, part.kind)
+        return int(getattr(spec, "output", 0))
+
+    # --- through an endpoint ---------------------------------------------------------------------
+
+    @contextmanager
+    def _served(self, cell: QualityCell, work: Path, held: Lease) -> Iterator[Endpoint]:
+        """The deployment, up as it is for a measurement."""
+        environment = environment_folder(cell.deployment, self.layout)
+        server = make_server(cell.deployment, self.model_dir, environment, work, held)
+        say(f"bringing up {cell.slug}")
+        try:
+            server.bring_up(cell.framework.bring_up_s)
+            yield Endpoint(server.url, server.model_name, server.counters)
+        except OutOfMemory as error:
+            raise Fault(f"{cell.slug} does not fit into its memory: {error}") from error
+        finally:
+            server.stop()
+
+    def _score_served(self, cell: QualityCell, scorer: Scorer, tokenizer: Any, work: Path, held: Lease) -> None:
+        """A framework that is not ours, beside our full cache on the same requests."""
+        if not self.runs:
+            return
+        with self._served(cell, work, held) as endpoint:
+            per_token = self.launches[cell.cell_id].kv_bytes_per_token
+            served = ServedScorer(endpoint, lambda token: str(tokenizer.decode([token])), per_token)
+            for part, runs in self.runs.items():
+                say(f"{part.name}: {len(runs)} items through the endpoint")
+                write_rows(served.rows(part.kind, part.context, runs, self._output(part)), self._path(cell, part))
+        if served.off:
+            self._checked([cell], "agrees_with_full", cell.cell_id, served.off)
+
+    def _score_tasks(self, work: Path, held: Lease) -> None:
+        """`lm-eval` of each deployment, and once of our full cache, which the others are compared with."""
+        first = self.todo[0]
+        asked = first.quality.tasks
+        assert asked is not None
+        whole = first.model_copy(update={"framework": Full(), "budget": Budget()})
+        key = digest([first.model.name, asked.model_dump(mode="json"), first.seed, first.kv_memory_mib])
+        kept = self.layout.quality_part(f"tasks-{key}", "x").with_name("full.json")
+        if not kept.is_file():
+            store.write_json(kept, self._samples(whole, work, held)[0])
+        full = json.loads(kept.read_text(encoding="utf-8"))
+        for cell in self.todo:
+            if not self._path(cell, TASKS).is_file():
+                samples, base = self._samples(cell, work, held)
+                write_rows(list(tasks.rows_of(samples, full, base)), self._path(cell, TASKS))
+
+    def _samples(self, cell: QualityCell, work: Path, held: Lease) -> tuple[dict[str, list[Any]], Row]:
+        """A deployment's answers, as much of them as is kept, and the shares that it attended to and kept."""
+        asked = cell.quality.tasks
+        assert asked is not None
+        with self._served(cell, work, held) as endpoint:
+            length = int(http.get_json(f"{endpoint.url}/v1/models")["data"][0]["max_model_len"])
+            lm = tasks.completions_model(endpoint.url, endpoint.model, self.model_dir, length)
+            found = tasks.evaluate(lm, asked, project_root(), cell.seed)
+            counted = endpoint.counters()
+        wanted = ("doc_id", "acc", "filtered_resps")
+        samples = {task: [{name: of[name] for name in wanted} for of in all_of] for task, all_of in found.items()}
+        full = counted.full_entries or 0.0
+        shares = [(share or 0.0) / full if full else 1.0 for share in (counted.attended_entries, counted.kept_entries)]
+        return samples, tasks.base_row(*shares)
+
+    def _spot_check(self, scorer: Scorer, drawer: Drawer, work: Path, held: Lease) -> None:
+        """Of each framework some deployments, drawn by the visit's name, are served and asked for the same scores."""
+        for name in dict.fromkeys(cell.framework.name for cell in self.todo):
+            mine = [cell for cell in self.todo if cell.framework.name == name]
+            able = [
+                (cell, part)
+                for cell in mine
+                if (parts := [p for p in parts_of(cell) if p.kind == "perplexity" and self._takes(cell, p, scorer)])
+                for part in parts[:1]
+            ]
+            # A budget below 1 if there is one: with the whole cache little can differ.
+            able.sort(key=lambda pair: (pair[0].budget.share >= 1, digest([self.visit.id, pair[0].cell_id])))
+            for cell, part in able[: cell_checks(mine)]:
+                assert cell.quality.perplexity is not None
+                items = drawer.perplexity(cell.quality.perplexity, part.context)[:CHECKED_ITEMS]
+                scorer.only = {cell.cell_id}
+                runs = scorer.forced(items)[cell.cell_id]
+                with self._served(cell, work, held) as endpoint:
+                    scores = endpoint.score_all(items)
+                off = [
+                    abs(a - b)
+                    for run, own in zip(runs, scores, strict=True)
+                    for a, b in zip(run.logp, own.logprobs, strict=True)
+                ]
+                self._checked(mine, "served_path", cell.cell_id, off)
+
+    def _checked(self, cells: Sequence[QualityCell], check: str, against: str, off: Sequence[float]) -> None:
+        """Note by how much log probabilities differed, and that these cells are not valid where it is too much."""
+        mean = sum(off) / len(off)
+        found = {"cell": against, "tokens": len(off), "mean_abs": mean, "max_abs": max(off), "tolerance": TOLERANCE}
+        say(f"  {check}: log probabilities differ by {mean:.4f} nats on average, {max(off):.3f} at most")
+        for cell in cells:
+            self.checks.setdefault(cell.cell_id, {})[check] = found
+            if not mean <= TOLERANCE:
+                self.reasons.setdefault(cell.cell_id, []).append(f"{check}_differs")
 
     # --- the engine ------------------------------------------------------------------------------
 
-    def _scorer(self, tokenizer: Any, work: Path) -> Scorer:
-        """An engine as the deployments have it, with pools for a batch of items, and each deployment's policy."""
+    def _scorer(self, tokenizer: Any, work: Path, native: Sequence[QualityCell]) -> Scorer:
+        """An engine as the deployments have it, with pools for a batch of items, and each native one's policy."""
         card = json.loads((self.model_dir / "model.json").read_text(encoding="utf-8"))
         wanted: dict[str, Wanted] = {}
         self.launches: dict[str, Launch] = {}
         for cell in self.todo:
-            launch = Launch(cell.deployment, self.model_dir.resolve(), card, None, work)
+            deployment = cell.deployment
+            if cell not in native:  # our engine's full cache, as far as the deployment says what it is
+                deployment = deployment.model_copy(update={"framework": Full()})
+            launch = Launch(deployment, self.model_dir.resolve(), card, None, work)
             config = EngineConfig.model_validate(engine_config(launch, 0))
             self.launches[cell.cell_id] = launch
-            wanted[cell.cell_id] = (config.policy, config.policy_options, EngineBudget.model_validate(config.budget))
+            if cell in native:
+                wanted[cell.cell_id] = (config.policy, config.policy_options, config.budget)
         cores = sorted({*config.cores, *self.todo[0].hardware.client_cores}) if config.cores else None
         own = config.model_copy(
             update={
@@ -177,7 +299,8 @@ class Scoring:
     def _takes(self, cell: QualityCell, part: Part, scorer: Scorer) -> bool:
         """Whether the deployment could serve the part's requests in its own KV memory; notes it where not."""
         launch, tokens = self.launches[cell.cell_id], tokens_of(cell, part)
-        need = scorer.branches.policy(cell.cell_id).reserve(part.context, tokens - part.context)
+        label = cell.cell_id if cell.cell_id in scorer.wanted else REFERENCE
+        need = scorer.branches.policy(label).reserve(part.context, tokens - part.context)
         host = int(getattr(cell.framework, "host_kv_memory_mib", 0) * (1 << 20))
         reason = None
         if tokens > cell.model.max_model_len:
@@ -193,6 +316,7 @@ class Scoring:
     def _finish(self, cell: QualityCell, every: Sequence[Part]) -> None:
         rows = [pd.read_parquet(path) for part in every if (path := self._path(cell, part)).is_file()]
         left_out = self.left_out.get(cell.cell_id, [])
+        reasons = self.reasons.get(cell.cell_id, [])
         outcome: Any = "ok" if rows else "unsupported"
         items = pd.concat(rows, ignore_index=True) if rows else frame_of([])
         summary = measures.summarise(items)
@@ -202,10 +326,11 @@ class Scoring:
             deployment=cell.deployment.id,
             outcome=outcome,
             cause=None if rows else "; ".join(left_out),
-            verdict=Verdict(status="VALID"),
+            verdict=Verdict(status="INVALID" if reasons else "VALID", reasons=reasons),
             metrics=_metrics(summary),
             budget={"share": cell.budget.share, **_shares(items)},
-            checks={"left_out": left_out, "text": {"sha256": self.text.sha256, "label": self.text.label}},
+            checks=self.checks.get(cell.cell_id, {})
+            | {"left_out": left_out, "text": {"sha256": self.text.sha256, "label": self.text.label}},
             source="simulated" if isinstance(cell.framework, H2O) and cell.framework.rule == "masked" else "measured",
             fingerprint=fingerprint.fingerprint(hardware),
         )
@@ -235,6 +360,23 @@ class Scoring:
         except FileExistsError:
             say(f"  {cell.cell_slug} was scored by someone else meanwhile: theirs is kept")
         shutil.rmtree(self.layout.quality_part(cell.cell_id, "x").parent, ignore_errors=True)
+
+
+def cell_checks(cells: Sequence[QualityCell]) -> int:
+    """How many deployments of a framework are checked."""
+    return max(cell.quality.spot_checks for cell in cells)
+
+
+def _of_reference(scorer: Scorer, part: Part, items: list[Item], output: int) -> list[Run]:
+    runs = scorer.forced(items) if part.kind == "perplexity" else scorer.said(items, output)
+    return runs[REFERENCE]
+
+
+def _rows(scorer: Scorer, part: Part, items: list[Item], output: int) -> dict[str, list[Row]]:
+    if part.kind == "perplexity":
+        return scorer.perplexity(items, part.context)
+    score: Callable[..., dict[str, list[Row]]] = getattr(scorer, part.kind)
+    return score(items, part.context, output)
 
 
 def frame_of(rows: Sequence[Row]) -> pd.DataFrame:

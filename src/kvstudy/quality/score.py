@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
@@ -36,9 +37,12 @@ class Run:
     request: Request
     device_bytes: int
     host_bytes: int
-    nll: float = 0.0
+    logp: list[float] = field(default_factory=list)
+    """Of each scored token."""
+    best: list[int] = field(default_factory=list)
+    """The likeliest token in each one's place."""
     kl: float = 0.0
-    agreed: int = 0
+    reply: str = ""
 
 
 @dataclass
@@ -62,35 +66,25 @@ class Scorer:
     # --- the three parts -------------------------------------------------------------------------
 
     def perplexity(self, items: Sequence[Item], context: int) -> dict[str, list[Row]]:
-        """`nll`, `kl` and `top1` of each item's continuation.
-
-        The continuation's first token is predicted by the prompt's last, whose logits are prefill's and the same for
-        all: it is forced and not counted.
-        """
-        params = {
-            item.number: SamplingParams(
-                max_tokens=len(item.forced), forced_tokens=item.forced, return_logits=True, ignore_eos=True
-            )
-            for item in items
-        }
-        runs = self._decode(items, params, compare=True)
+        """`nll`, `kl` and `top1` of each item's continuation."""
+        runs = self.forced(items)
         rows: dict[str, list[Row]] = {}
         for label, mine in runs.items():
             rows[label] = []
             for run, full in zip(mine, runs[REFERENCE], strict=True):
-                tokens = len(run.item.forced) - 1
+                tokens = len(run.logp)
+                agreed = sum(a == b for a, b in zip(run.best, full.best, strict=True))
                 base = self._row(label, run, context) | {"weight": float(tokens)}
                 rows[label] += [
-                    base | {"measure": "nll", "value": run.nll / tokens, "reference": full.nll / tokens},
+                    base | {"measure": "nll", "value": -sum(run.logp) / tokens, "reference": -sum(full.logp) / tokens},
                     base | {"measure": "kl", "value": run.kl / tokens, "reference": 0.0},
-                    base | {"measure": "top1", "value": run.agreed / tokens, "reference": 1.0},
+                    base | {"measure": "top1", "value": agreed / tokens, "reference": 1.0},
                 ]
         return rows
 
     def greedy(self, items: Sequence[Item], context: int, output: int) -> dict[str, list[Row]]:
         """Where each answer leaves the full cache's (tokens that agree, at most its length), and how long it is."""
-        params = dict.fromkeys((item.number for item in items), SamplingParams(max_tokens=output))
-        runs = self._decode(items, params)
+        runs = self.said(items, output)
         return {
             label: [
                 row
@@ -103,36 +97,45 @@ class Scorer:
     def retention(self, items: Sequence[Item], context: int, output: int) -> dict[str, list[Row]]:
         """Whether the fact is in the answer."""
         rows: dict[str, list[Row]] = {label: [] for label in self.labels}
-        for depth in dict.fromkeys(item.depth for item in items):
-            mine = [item for item in items if item.depth == depth]
-            params = {
-                i.number: SamplingParams(max_tokens=len(i.forced) + output, forced_tokens=i.forced or None)
-                for i in mine
-            }
-            runs = self._decode(mine, params)
-            for label, of in runs.items():
-                for run, full in zip(of, runs[REFERENCE], strict=True):
-                    rows[label] += recall(self._row(label, run, context), run.item, self._reply(run), self._reply(full))
+        for label, mine in (runs := self.said(items, output)).items():
+            for run, full in zip(mine, runs[REFERENCE], strict=True):
+                rows[label] += recall(self._row(label, run, context), run.item, run.reply, full.reply)
         return rows
-
-    def _reply(self, run: Run) -> str:
-        said = run.request.output[len(run.item.forced) :]
-        text: str = self.engine.tokenizer.decode(said, skip_special_tokens=True)
-        return text
 
     # --- decoding --------------------------------------------------------------------------------
 
-    def _decode(
-        self, items: Sequence[Item], params: Mapping[int, SamplingParams], compare: bool = False
-    ) -> dict[str, list[Run]]:
+    def forced(self, items: Sequence[Item]) -> dict[str, list[Run]]:
+        """Decode each item's continuation as it is given, under every deployment.
+
+        Its first token is predicted by the prompt's last, whose logits are prefill's and the same for all: it is forced
+        and not scored.
+        """
+        params = {
+            item: SamplingParams(max_tokens=len(item.forced), forced_tokens=item.forced, return_logits=True)
+            for item in items
+        }
+        return self._decode(params, compare=True)
+
+    def said(self, items: Sequence[Item], output: int) -> dict[str, list[Run]]:
+        """Let every deployment answer each item, after what is forced of it, until it ends or has said `output`."""
+        runs = self._decode(
+            {i: SamplingParams(max_tokens=len(i.forced) + output, forced_tokens=i.forced or None) for i in items}
+        )
+        for run in chain.from_iterable(runs.values()):
+            run.reply = self.engine.tokenizer.decode(
+                run.request.output[len(run.item.forced) :], skip_special_tokens=True
+            )
+        return runs
+
+    def _decode(self, params: Mapping[Item, SamplingParams], compare: bool = False) -> dict[str, list[Run]]:
         """Read each item's prompt once and decode it under every deployment; by label, in the order of the items."""
         self.engine.reset()
         runs: dict[str, list[Run]] = {label: [] for label in self.labels}
-        for batch in self._batches(items, params):
+        for batch in self._batches(params):
             with ExitStack() as held:
                 reads = [(item, held.enter_context(self.branches.read(list(item.prompt)))) for item in batch]
                 mine = [
-                    {label: self._fork(item, read, label, params[item.number]) for label in self.labels}
+                    {label: self._fork(item, read, label, params[item]) for label in self.labels}
                     for item, read in reads
                 ]
             for of in mine:
@@ -156,12 +159,12 @@ class Scorer:
         device, host = self.engine.device_pool, self.engine.host_pool
         return device.live_bytes + device.aux_bytes, host.live_bytes + host.aux_bytes
 
-    def _batches(self, items: Sequence[Item], params: Mapping[int, SamplingParams]) -> Iterator[list[Item]]:
+    def _batches(self, params: Mapping[Item, SamplingParams]) -> Iterator[list[Item]]:
         """As many items at once as the memory allows, in their order."""
         batch: list[Item] = []
         used = 0
-        for item in items:
-            size = (len(item.prompt), params[item.number].max_tokens)
+        for item in params:
+            size = (len(item.prompt), params[item].max_tokens)
             needs = [self.branches.policy(label).reserve(*size) for label in self.labels]
             mine = sum(need.device_bytes + need.host_bytes for need in needs) + 2 * needs[0].device_peak_bytes
             if batch and used + mine > BATCH_BYTES:
@@ -195,14 +198,13 @@ def _compare(of: Mapping[str, Run]) -> None:
     logp = torch.stack([run.request.logits.pop() for run in of.values()]).log_softmax(-1)
     full = logp[list(of).index(REFERENCE)]
     kl = torch.nn.functional.kl_div(logp, full.expand_as(logp), reduction="none", log_target=True).sum(-1)
-    agreed = logp.argmax(-1) == full.argmax()
-    for run, mine, far, same in zip(of.values(), logp, kl.tolist(), agreed.tolist(), strict=True):
-        run.nll -= float(mine[run.request.output[-1]])
+    for run, mine, far, best in zip(of.values(), logp, kl.tolist(), logp.argmax(-1).tolist(), strict=True):
+        run.logp.append(float(mine[run.request.output[-1]]))
+        run.best.append(best)
         run.kl += far
-        run.agreed += same
 
 
-def divergence(row: Row, output: Sequence[int], full: Sequence[int]) -> list[Row]:
+def divergence(row: Row, output: Sequence[Any], full: Sequence[Any]) -> list[Row]:
     """Rows of a greedy answer beside the full cache's."""
     pairs = enumerate(zip(output, full, strict=False))
     agreed = next((at for at, (a, b) in pairs if a != b), min(len(output), len(full)))

@@ -13,5 +13,8 @@ FIGURES = {
     "kv_memory": "Memory",
     "budget_effect": "Budget",
     "memory_timeline": "Memory",
+    "quality_vs_budget": "Quality",
+    "pareto": "Quality",
+    "retention_map": "Quality",
 }
-TABLES = ("summary", "setup", "attribution", "claims", "guide")
+TABLES = ("summary", "setup", "attribution", "claims", "guide", "quality")

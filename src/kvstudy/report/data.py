@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
+from kvstudy.analysis.quality import no_quality, read_quality
 from kvstudy.analysis.replicates import points
 from kvstudy.analysis.table import read_table, usable
 from kvstudy.grid.store import Layout
@@ -25,6 +26,7 @@ class StudyData:
     results: Path
     attribution: pd.DataFrame = field(default_factory=pd.DataFrame)
     claims: list[dict[str, Any]] = field(default_factory=list)
+    quality: pd.DataFrame = field(default_factory=no_quality)
 
     @classmethod
     def load(cls, study_dir: Path, results: Path | None = None) -> StudyData:
@@ -34,7 +36,7 @@ class StudyData:
         decided = study_dir / "claims.json"
         claims = json.loads(decided.read_text(encoding="utf-8")) if decided.is_file() else []
         table = read_table(study_dir / "cells.parquet")
-        return cls(table, results or study_dir.parent, attribution, claims)
+        return cls(table, results or study_dir.parent, attribution, claims, read_quality(study_dir))
 
     @cached_property
     def points(self) -> pd.DataFrame:

@@ -63,6 +63,7 @@ def payload(data: StudyData, plan: Plan, figure_dir: Path) -> dict[str, Any]:
             {"title": title, "figures": [_figure(name, data, figure_dir) for name in names]}
             for category, title in SECTIONS.items()
             if (names := [name for name, of in FIGURES.items() if of == category])
+            and not (category == "Quality" and data.quality.empty)
         ],
         "tables": shown_tables,
         "claims": _claims(data),

@@ -433,3 +433,6 @@ def write(name: str, data: StudyData, out_dir: Path) -> Table:
 
 #: `kvstudy table`.
 main = command("table", "Write tables of a study, as CSV and LaTeX.", TABLES, write, ".csv, .tex")
+
+# Last, because its table is made of what is above.
+from kvstudy.report import quality_table  # noqa: E402, F401

@@ -12,10 +12,10 @@ starred percentile is drawn faint, simulated results are in no memory figure.
 from __future__ import annotations
 
 from kvstudy.report.command import command
-from kvstudy.report.figures import against_load, budget, memory
+from kvstudy.report.figures import against_load, budget, memory, quality
 from kvstudy.report.figures.registry import FIGURES, Drawn, Kind, draw, figure, write
 
-__all__ = ["FIGURES", "Drawn", "Kind", "against_load", "budget", "draw", "figure", "main", "memory", "write"]
+__all__ = ["FIGURES", "Drawn", "Kind", "against_load", "budget", "draw", "figure", "main", "memory", "quality", "write"]
 
 #: `kvstudy figure`.
 main = command("figure", "Draw figures of a study.", FIGURES, write, ".pdf")

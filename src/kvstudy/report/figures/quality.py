@@ -1,0 +1,249 @@
+"""What a budget costs in quality: against the measured budget, against memory and time, and over where a fact lay."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
+from kvstudy.report import style, words
+from kvstudy.report.data import StudyData
+from kvstudy.report.figures.captions import joined
+from kvstudy.report.figures.drawing import empty, errors, grid, legend, line_handle
+from kvstudy.report.figures.registry import Drawn, figure
+from kvstudy.report.words import MIB
+
+#: Measures that are drawn against the budget, those that a study has, and how an axis names them.
+DRAWN = {
+    "perplexity": "perplexity",
+    "kl": "KL from the full cache (nats)",
+    "retention_strict": "fact recalled (share)",
+    "length_drift": "longer answers (tokens)",
+}
+NONE = "this study scored no quality of pretrained weights"
+KEYS = ["framework", "rule", "implementation", "budget", "budget_of", "deployment"]
+
+
+def scored(data: StudyData) -> pd.DataFrame:
+    """Rows over all depths that may be shown: valid, pretrained weights (random ones have no quality)."""
+    frame = data.quality
+    return frame[(frame["verdict"] == "VALID") & (frame["weights"] == "pretrained")]
+
+
+def _at_longest(frame: pd.DataFrame, measure: str) -> pd.DataFrame:
+    """A measure at the longest context that as many deployments as any have, over all depths."""
+    part = frame[(frame["measure"] == measure) & frame["depth"].isna()]
+    if part.empty:
+        return part
+    counts = part.groupby("context")["deployment"].nunique()
+    longest = int(counts[counts == counts.max()].index.max())
+    return part.loc[part["context"] == longest]
+
+
+def _with_ceiling(frame: pd.DataFrame) -> pd.DataFrame:
+    """Retention at the longest context at which the full cache still recalls half: beyond, the model itself fails."""
+    part = frame[frame["measure"].eq("retention_strict") & frame["depth"].isna()]
+    full = part[part["framework"].isin(["full", "vllm"]) & (part["value"] >= 0.5)]
+    return part[part["context"] == full["context"].max()] if len(full) else _at_longest(frame, "retention_strict")
+
+
+def _shown(frame: pd.DataFrame) -> dict[str, pd.DataFrame]:
+    parts = {name: _at_longest(frame, name) for name in DRAWN}
+    parts["retention_strict"] = _with_ceiling(frame)
+    return {name: part for name, part in parts.items() if len(part)}
+
+
+@figure("quality_vs_budget", "Quality against the measured budget")
+def quality_vs_budget(data: StudyData) -> Drawn:
+    """Each measure against the share attended to, and against the bytes held of a request."""
+    frame = scored(data)
+    parts = _shown(frame)
+    if not parts:
+        return empty(NONE)
+    drawing, rows = plt.subplots(2, len(parts), figsize=(style.PAGE, 4.3), squeeze=False, sharey="col")
+    for column, (measure, part) in enumerate(parts.items()):
+        for row, (x, label) in enumerate(
+            (("attended_share", "share of KV attended"), ("kv_bytes", "KV held, both tiers (MiB)"))
+        ):
+            axes = rows[row][column]
+            _lines(axes, part, x, 1.0 if x == "attended_share" else 1.0 / MIB)
+            axes.set_xlabel(label)
+            axes.set_ylabel(DRAWN[measure] if row in (0, 1) else "")
+            if measure == "perplexity" and part["value"].max() > 4 * part["value"].min():
+                _plain_log(axes.set_yscale, axes.yaxis, part["value"])
+        rows[0][column].set_title(f"context {int(part['context'].iloc[0]):,}", loc="left")
+    names = sorted(set(frame["framework"]), key=lambda name: style.rank(str(name)))
+    legend(drawing, [line_handle(words.framework(str(name)), str(name), 0) for name in names], True)
+    caption = joined(
+        "Quality against the share of KV entries that a decode step attends to (above) and the KV bytes held of a "
+        "request once its prompt has ended, device and host together (below), both measured",
+        "Each deployment scored the same items, decoded token by token under its policy after the context was "
+        "prefilled and compressed",
+        "Recall is shown at the longest context at which the full cache recalls at least half",
+        "Bars: 95 % intervals over items; the difference from the full cache, item by item, is in the table",
+        _texts(frame),
+    )
+    return Drawn(drawing, caption, True)
+
+
+def _lines(axes: Axes, part: pd.DataFrame, x: str, factor: float) -> None:
+    for name in sorted(set(part["framework"]), key=lambda name: style.rank(str(name))):
+        look = style.look(str(name))
+        mine = (
+            part[part["framework"] == name]
+            .groupby(KEYS, dropna=False, as_index=False)[["value", "low", "high", x]]
+            .mean(numeric_only=True)
+        )
+        mine = mine.sort_values(x)
+        if len(mine) == 1 and name in ("full", "vllm"):
+            axes.axhline(mine["value"].iloc[0], color=look.colour, linewidth=0.7, linestyle=(0, (1, 2)), zorder=2)
+        axes.errorbar(
+            mine[x] * factor,
+            mine["value"],
+            yerr=errors(mine, 1.0),
+            color=look.colour,
+            marker=look.marker,
+            markersize=3.4,
+            linewidth=0.9,
+            elinewidth=0.5,
+            zorder=4,
+        )
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: words.plain(value)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    if x == "attended_share":
+        axes.xaxis.set_major_locator(FixedLocator([0.02, 0.05, 0.1, 0.2, 0.5, 1.0]))
+
+
+def _plain_log(set_scale: object, axis: object, values: Sequence[float] | pd.Series) -> None:
+    set_scale("log")  # type: ignore[operator]
+    axis.set_major_formatter(FuncFormatter(lambda value, _: words.plain(value)))  # type: ignore[attr-defined]
+
+
+def _texts(frame: pd.DataFrame) -> str:
+    models = words.listed(sorted(set(frame["model"].astype(str))))
+    return (
+        f"Model {models}, suite {words.listed(sorted(set(frame['quality'].astype(str))))}; the text is the Python "
+        "documentation unless the suite names another: the model has probably seen it, which lowers every perplexity "
+        "alike"
+    )
+
+
+@figure("pareto", "Quality, memory and time")
+def pareto(data: StudyData) -> Drawn:
+    """One point a deployment: perplexity against KV bytes and TPOT; filled where no other is better in all three."""
+    frame = scored(data)
+    part = _at_longest(frame, "perplexity")
+    cells = data.usable()
+    if part.empty or "tpot.p50" not in cells:
+        return empty(NONE if part.empty else "no valid cell of this study measured TPOT")
+    timed = cells[cells["tpot.p50"].notna() & ~cells["tpot.p50.starred"]].copy()
+    timed["level"] = timed["rate"].fillna(timed["concurrency"])
+    timed = timed[timed["level"] == timed.groupby("deployment")["level"].transform("min")]
+    tpot = timed.groupby("deployment")["tpot.p50"].mean()
+    points = part.groupby(KEYS, dropna=False, as_index=False)[["value", "kv_bytes"]].mean()
+    points["tpot"] = points["deployment"].map(tpot)
+    points = points.dropna(subset=["tpot"]).reset_index(drop=True)
+    if points.empty:
+        return empty("no deployment of this study has both a valid TPOT and a valid perplexity")
+    points["best"] = _undominated(points[["value", "kv_bytes", "tpot"]].to_numpy(dtype=float))
+    drawing, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 2.9), sharey=True)
+    for axes, x, factor, label in (
+        (left, "kv_bytes", 1 / MIB, "KV held of a request, both tiers (MiB)"),
+        (right, "tpot", 1e3, "median TPOT (ms)"),
+    ):
+        for row in points.sort_values("best").to_dict("records"):
+            look = style.look(str(row["framework"]))
+            best, budget = bool(row["best"]), float(row["budget"])
+            at, value = float(row[x]) * factor, float(row["value"])
+            axes.plot(
+                [at],
+                [value],
+                marker=look.marker,
+                linestyle="",
+                color=look.colour,
+                markerfacecolor=look.colour if best else "white",
+                alpha=1.0 if best else 0.45,
+                zorder=5 if best else 3,
+            )
+            if best and budget < 1:
+                near = {"xytext": (3, 3), "textcoords": "offset points", "fontsize": 5.5}
+                axes.annotate(words.plain(budget), (at, value), **near)
+        axes.set_xlabel(label)
+    left.set_ylabel("perplexity")
+    if points["value"].max() > 4 * points["value"].min():
+        _plain_log(left.set_yscale, left.yaxis, points["value"])
+    names = sorted(set(points["framework"]), key=lambda name: style.rank(str(name)))
+    handles = [line_handle(words.framework(str(name)), str(name), 0) for name in names]
+    for handle in handles:
+        handle.set_linestyle("")
+    handles.append(
+        Line2D([], [], color=style.GREY, marker="o", mfc="white", alpha=0.5, linestyle="", label="dominated")
+    )
+    legend(drawing, handles, True)
+    caption = joined(
+        f"One point a deployment: perplexity after {int(part['context'].iloc[0]):,} tokens of context against the KV "
+        "bytes held of a request and the median time per output token under the study's lightest load",
+        "Filled: no other deployment is at least as good in quality, KV bytes and TPOT and better in one (the Pareto "
+        "front of all three); numbers are nominal budgets. Values are compared as measured, without their intervals",
+        _texts(frame),
+    )
+    return Drawn(drawing, caption, True)
+
+
+def _undominated(costs: np.ndarray) -> list[bool]:
+    """Rows that no other row equals or betters in every column and betters in one; less is better."""
+    return [not any((other <= mine).all() and (other < mine).any() for other in costs) for mine in costs]
+
+
+@figure("retention_map", "Recall of a fact by distance")
+def retention_map(data: StudyData) -> Drawn:
+    """Share of facts recalled by the length of the conversation and where in it the fact was told."""
+    frame = scored(data)
+    frame = frame[frame["measure"].eq("retention") & frame["depth"].notna()]
+    if frame.empty:
+        return empty("this study asked for no fact at several depths")
+    lines = _panels(frame)
+    drawing, panels, wide = grid(len(lines), 1.6)
+    contexts = sorted(set(frame["context"]))
+    depths = sorted(set(frame["depth"]))
+    for axes, (title, part) in zip(panels, lines, strict=True):
+        table = part.groupby(["depth", "context"])["value"].mean().unstack().reindex(index=depths, columns=contexts)
+        values = table.to_numpy(dtype=float)
+        axes.imshow(values, vmin=0, vmax=1, cmap="cividis", aspect="auto", origin="upper")
+        for (row, column), value in np.ndenumerate(values):
+            if np.isfinite(value):
+                colour = "white" if value < 0.6 else "black"
+                axes.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=5.5, color=colour)
+        axes.set_xticks(range(len(contexts)), [f"{context:,}" for context in contexts])
+        axes.set_yticks(range(len(depths)), [words.plain(depth) for depth in depths])
+        axes.grid(visible=False)
+        axes.set_title(title, loc="left")
+        axes.set_xlabel("conversation (tokens)")
+        axes.set_ylabel("told at (0: start)")
+    counts = frame["n"]
+    caption = joined(
+        "Share of facts that the answer contains (the paper's substring test) by the length of the conversation and "
+        f"where in it the fact was told; n = {int(counts.min())} facts a field. The full cache's map is the ceiling: "
+        "what it does not recall, no policy can be blamed for",
+        "Of each framework the budget nearest to 0.2 is shown" if len(lines) > 1 else "",
+        _texts(frame),
+    )
+    return Drawn(drawing, caption, wide)
+
+
+def _panels(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """The full cache, and of each other framework the budget nearest to 0.2."""
+    lines = []
+    for name in sorted(set(frame["framework"]), key=lambda name: style.rank(str(name))):
+        mine = frame[frame["framework"] == name]
+        budgets = mine["budget"].fillna(0.0)
+        nearest = min(set(budgets), key=lambda share: abs(share - 0.2))
+        title = words.framework(str(name)) + (f" b={words.plain(nearest)}" if nearest < 1 else "")
+        lines.append((title, mine[budgets == nearest]))
+    return lines

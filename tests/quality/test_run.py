@@ -1,0 +1,67 @@
+"""A quality visit as the workflow runs it: whole cells, a served spot check, nothing scored twice or lost."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from kvstudy.cli import main
+from kvstudy.grid.plan import load_plan
+from kvstudy.grid.records import ITEM_COLUMNS
+from kvstudy.grid.store import ITEMS, Layout, is_whole
+from kvstudy.quality import run
+from kvstudy.quality.score import Scorer
+
+
+def test_a_visit_is_taken_up_where_it_was_and_checked_against_a_served_deployment(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(checkout)
+    results = tmp_path / "results"
+    layout = Layout(results)
+    argv = ["quality", "study=tiny", "--results", str(results)]
+    scored: list[int] = []
+    whole = Scorer.perplexity
+
+    def counting(self: Scorer, items: list[object], context: int) -> object:
+        scored.append(context)
+        if scored == [24, 48]:
+            raise KeyboardInterrupt
+        return whole(self, items, context)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Scorer, "perplexity", counting)
+    assert main(argv) == 130
+    assert "run again to go on" in capfd.readouterr().err
+    (visit,) = load_plan(layout.plan("tiny")).quality
+    assert not any(is_whole(layout.cell(cell.cell_id)) for cell in visit.cells)
+    assert main(argv) == 0
+    assert scored == [24, 48, 48]
+    for cell in visit.cells:
+        summary = json.loads((layout.cell(cell.cell_id) / "summary.json").read_text())
+        assert (summary["outcome"], summary["verdict"]["status"]) == ("ok", "VALID")
+        assert summary["deployment"] == cell.deployment.id
+        check = summary["checks"]["served_path"]
+        assert check["tokens"] == 16 and check["mean_abs"] < 1e-4
+        items = pd.read_parquet(layout.cell(cell.cell_id) / ITEMS)
+        assert list(items.columns) == list(ITEM_COLUMNS)
+        assert set(items["context"]) == {24, 48} and set(items["item"]) == {0, 1}
+    assert layout.quality_marker("tiny", visit.id).is_file()
+    assert not list((results / "quality").iterdir())
+    # All is there: nothing is scored again.
+    layout.quality_marker("tiny", visit.id).unlink()
+    assert main(argv) == 0 and scored == [24, 48, 48]
+
+
+def test_a_served_path_that_differs_makes_the_cells_invalid() -> None:
+    scoring = object.__new__(run.Scoring)
+    scoring.checks, scoring.reasons = {}, {}
+
+    class Cell:
+        cell_id = "a"
+
+    scoring._checked([Cell()], "served_path", "a", [0.0, 0.3])  # type: ignore[list-item]
+    assert scoring.reasons == {"a": ["served_path_differs"]}
+    assert scoring.checks["a"]["served_path"]["mean_abs"] == 0.15
