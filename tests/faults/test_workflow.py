@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from trial import MARK, assert_nothing_leaked, family, whole_cells
@@ -134,26 +135,35 @@ def test_a_results_folder_that_cannot_be_written_is_one_line(here: Here, work: P
 
 
 def test_a_second_snakemake_on_the_same_results_is_refused(work: Path, checkout: Path) -> None:
-    """Also one that was started elsewhere, which snakemake's own lock does not see."""
+    """Also one that was started elsewhere, which snakemake's own lock does not see; a dry run is not."""
     results = work / "results"
-    holder = store.hold(Layout(results).lock, "snakemake, study quick")
-    assert not isinstance(holder, str)
-    elsewhere = checkout_at(work.parent / "elsewhere", checkout)
-    with holder:
-        for folder in (work, elsewhere):
-            one_line(snakemake(folder, f"results={results}"), f"study quick (pid {os.getpid()}", "wait until")
-    assert not (results / "models").exists()
-    dry = subprocess.run(
-        [*snakemake_command(f"results={results}"), "--dry-run"],
+    first = psutil.Popen(
+        snakemake_command(f"results={results}"),
         cwd=work,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
+        env=ENVIRONMENT | {"XDG_RUNTIME_DIR": str(work)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
     )
-    assert dry.returncode == 0, dry.stderr
-    again = store.hold(Layout(results).lock, "me")
+    lock = Layout(results).lock
+    until = time.monotonic() + 60
+    while not (lock.is_file() and f"pid {first.pid}" in lock.read_text()):
+        assert first.poll() is None and time.monotonic() < until
+        time.sleep(0.05)
+    elsewhere = checkout_at(work.parent / "elsewhere", checkout)
+    for folder in (work, elsewhere):
+        one_line(snakemake(folder, f"results={results}"), f"study tiny (pid {first.pid}", "wait until")
+    dry = subprocess.run([*snakemake_command(f"results={results}"), "-n"], cwd=work, env=ENVIRONMENT, check=False)
+    assert dry.returncode == 0
+    assert first.poll() is None
+    jobs = first.children(recursive=True)
+    first.kill()
+    first.wait()
+    again = store.hold(lock, "me")
     assert not isinstance(again, str)
     again.close()
+    for job in jobs:
+        with contextlib.suppress(psutil.Error):
+            job.kill()
 
 
 def loads_begun(results: Path) -> int:
@@ -175,6 +185,7 @@ def test_a_killed_study_is_taken_up_by_the_same_command(work: Path, tmp_path: Pa
             assert running.poll() is None and time.monotonic() < until, (tmp_path / "said").read_text()
             time.sleep(0.05)
         time.sleep(0.5)
+        assert f"pid {running.pid} " in str(store.hold(Layout(results).lock, "me"))
         jobs = [process for process in family(results) if "measure" in process.cmdline()]
         if "snakemake" in which:
             running.kill()

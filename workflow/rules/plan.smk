@@ -32,13 +32,16 @@ QUALITY = {visit.id: visit for visit in PLAN.quality}
 VISIT_OF_CELL = {cell.cell_id: visit for visit in PLAN.visits for cell in visit.cells}
 
 
+HELD = []  # what a hook binds is gone when it returns
+
+
 onstart:
     # Held until this process ends, however it does: snakemake's own lock outlives a killed one (profile: nolock),
     # and knows only of those that were started in this folder.
     if workflow.is_main_process:
-        HELD = hold(LAYOUT.lock, f"snakemake, study {STUDY}")
-        if isinstance(HELD, str):
-            raise SystemExit(f"kvstudy: {HELD}")
+        HELD.append(hold(LAYOUT.lock, f"snakemake, study {STUDY}"))
+        if isinstance(HELD[0], str):
+            raise SystemExit(f"kvstudy: {HELD[0]}")
 
 
 wildcard_constraints:

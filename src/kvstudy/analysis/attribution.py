@@ -32,7 +32,7 @@ from scipy import stats
 
 from kvstudy.analysis.plan import AnalysisError
 from kvstudy.analysis.replicates import CONFIDENCE, ENOUGH_SEEDS, OVER_SEEDS
-from kvstudy.analysis.table import read_table, usable
+from kvstudy.analysis.table import read_measured, read_table, usable
 from kvstudy.grid.store import REQUESTS, Layout
 
 BASELINE = "vllm"
@@ -111,7 +111,7 @@ def request_times(cell_dir: Path) -> pd.DataFrame:
     """
     columns = ["index", "scheduled_s", "first_token_s", "last_token_s", "output_tokens", "status"]
     columns.append("in_window")
-    frame = pd.read_parquet(cell_dir / REQUESTS, columns=columns).set_index("index")
+    frame = read_measured(cell_dir / REQUESTS, columns).set_index("index")
     frame = frame[frame["in_window"].astype(bool)]
     tokens = frame["output_tokens"].astype("float64")
     ok = frame["status"] == "ok"

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from kvstudy.analysis.plan import Plan
-from kvstudy.analysis.table import read_cell, variant_of
+from kvstudy.analysis.table import read_cell, read_measured, variant_of
 from kvstudy.grid.records import QUALITY_COLUMNS
 from kvstudy.grid.store import MEASURES, Layout
 
@@ -30,7 +30,7 @@ def build_quality(plan: Plan, results: Path) -> pd.DataFrame:
         if found is None or not path.is_file():
             continue
         summary, _ = found
-        measures = pd.read_parquet(path)
+        measures = read_measured(path)
         axes = _axes(cell.config) | {
             "cell": cell.id,
             "deployment": cell.deployment,

@@ -80,6 +80,9 @@ KEYS = ("cell", "deployment", "visit", "point", "setting", "workload_key")
 
 MISSING = "missing"
 
+#: What to do about a damaged cell; nothing is deleted unasked.
+MEASURE_ANEW = "move the cell's folder away and run the study again; only that cell is measured anew"
+
 
 def axes_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """The axes of a resolved cell as flat columns; unknown frameworks and loads need no change here."""
@@ -177,7 +180,7 @@ def read_cell(cell_dir: Path) -> tuple[Summary, str] | None:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"]) or "the file"
-        raise AnalysisError(f"{path} is not a summary: {where}: {first['msg']}") from None
+        raise AnalysisError(f"{path} is not a summary: {where}: {first['msg']}: {MEASURE_ANEW}") from None
     if summary.schema_version != SCHEMA_VERSION:
         raise AnalysisError(f"{path} has schema version {summary.schema_version}, this code reads {SCHEMA_VERSION}")
     return summary, hashlib.sha256(raw).hexdigest()
@@ -333,6 +336,20 @@ def machines(table: pd.DataFrame, results: Path) -> dict[str, dict[str, Any]]:
     for fingerprint, cells in by_fingerprint(table).items():
         found[fingerprint] = read_provenance(layout.cell(cells[0])).get("hardware", {}) or {}
     return found
+
+
+def read_measured(path: Path, columns: list[str] | None = None) -> pd.DataFrame:
+    """A parquet file of a measured cell.
+
+    Raises
+    ------
+    AnalysisError
+        It is not there or damaged.
+    """
+    try:
+        return pd.read_parquet(path, columns=columns)
+    except (OSError, ValueError) as error:
+        raise AnalysisError(f"{path} is damaged ({' '.join(str(error).split())[:120]}): {MEASURE_ANEW}") from None
 
 
 def read_provenance(cell_dir: Path) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
+from kvstudy.analysis.table import read_measured
 from kvstudy.grid.store import MEMORY
 from kvstudy.report import style, words
 from kvstudy.report.data import StudyData, memory_bytes
@@ -130,7 +131,7 @@ def memory_timeline(data: StudyData) -> Drawn:
     for row in chosen.itertuples(index=False):
         path = data.cell_dir(str(row.cell)) / MEMORY
         if path.is_file():
-            timeline = pd.read_parquet(path)
+            timeline = read_measured(path)
             if timeline["kind"].isin(["kv_live", "kv_reserved"]).any():
                 frames[str(row.series)] = timeline
     if not frames:
