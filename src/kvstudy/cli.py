@@ -6,7 +6,8 @@
     kvstudy analyse | track | report study=quick
     kvstudy serve framework=full model=smollm2-135m-instruct --port 8000
     kvstudy recommend --cells results/quick/cells.parquet --model NAME --context N --rate R --kv-memory MIB
-    kvstudy prepare | skew | environment | mock
+    kvstudy compare-implementations study=forks
+    kvstudy prepare | skew | convert | environment | mock
 
 A stage is called either with a study (`study=NAME` and any Hydra overrides) or with the files that the
 workflow passes it. Exit codes: 0 done, 2 a fault of the input or the installation (one line says what to do),
@@ -120,6 +121,13 @@ def _ensure_ready(deployment: Deployment, results: Path) -> list[str]:
         raise SystemExit(code)
     if deployment.framework.skewed:
         code = _stage("kvstudy.engine.skew")(["--model", str(layout.model(name)), "--out", str(layout.skew(name))])
+        if code:
+            raise SystemExit(code)
+    converted = layout.converted(name)
+    card = converted.with_name(f"{converted.name}.json")
+    if deployment.framework.converted and not card.is_file():
+        arguments = ["--model", str(layout.model(name)), "--out", str(converted), "--card", str(card)]
+        code = _stage("kvstudy.models.flexgen")(arguments)
         if code:
             raise SystemExit(code)
     framework = deployment.framework.environment
@@ -236,6 +244,22 @@ def _with_study(module: str, command: str, out: Callable[[Layout, str], Path]) -
     return run
 
 
+def compare_implementations(argv: list[str]) -> int | None:
+    """The authors' forks of a study against our engine: prepare what they need, then compare."""
+    module = "kvstudy.measure.implementations"
+    if any(arg == "--plan" or arg.startswith("--plan=") for arg in argv) or {"-h", "--help"} & set(argv):
+        return _stage(module)(argv)
+    parser = _study_parser("compare-implementations", "The authors' forks against our engine, on the same prompts.")
+    options, rest = parser.parse_known_intermixed_args(argv)
+    plan = _plan(options)
+    for visit in plan.visits:
+        _ensure_ready(visit.deployment, options.results)
+    layout = Layout(options.results)
+    out = layout.study(plan.name) / "implementations.json"
+    files = ["--plan", str(layout.plan(plan.name)), "--results", str(options.results), "--out", str(out)]
+    return _stage(module)([*files, *rest])
+
+
 def report(argv: list[str]) -> int | None:
     """Make the PDF (workflow: --plan ...), or everything a reader gets of a study from the cells there are."""
     document = _stage("kvstudy.report.document")
@@ -292,6 +316,7 @@ COMMANDS: dict[str, tuple[Main, str]] = {
     "grid": (grid, "print the cells of a study, and what is left out and why"),
     "prepare": (prepare, "make a model's local folder"),
     "skew": (_stage("kvstudy.engine.skew"), "make InfiniGen's skewing matrices of a model"),
+    "convert": (_stage("kvstudy.models.flexgen"), "an OPT model in the format of the authors' forks"),
     "environment": (_stage("kvstudy.frameworks.environments"), "build a framework's environment"),
     "serve": (serve, "bring one deployment up and leave it running"),
     "measure": (measure, "measure what is missing"),
@@ -310,6 +335,7 @@ COMMANDS: dict[str, tuple[Main, str]] = {
     ),
     "claims": (_stage("kvstudy.analysis.claims"), "decide the claims of the field from measured cells"),
     "recommend": (_stage("kvstudy.analysis.recommend"), "which deployment to use, from measured cells"),
+    "compare-implementations": (compare_implementations, "the authors' forks against our engine, on the same prompts"),
     "mock": (_stage("kvstudy.load.mock"), "a scripted server to try a client on"),
 }
 

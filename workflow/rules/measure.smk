@@ -7,6 +7,7 @@ rule measure:
         visit=ancient(visit_file),
         model=ancient(model_card),
         skew=ancient(skew_file),
+        converted=ancient(converted_file),
         freeze=ancient(freeze_file),
     output:
         f"{RESULTS}/{STUDY}/visits/{{visit}}.json",
@@ -28,6 +29,7 @@ rule cell:
         visit=ancient(visit_file),
         model=ancient(model_card),
         skew=ancient(skew_file),
+        converted=ancient(converted_file),
         freeze=ancient(freeze_file),
     output:
         f"{RESULTS}/{STUDY}/cells/{{cell}}.json",

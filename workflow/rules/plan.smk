@@ -60,6 +60,7 @@ localrules:
     track,
     model,
     skew,
+    convert,
     environment,
     analyse,
     document,
@@ -120,6 +121,14 @@ def skew_file(wildcards):
     return (
         [str(LAYOUT.skew(model_id(deployment)))] if deployment.framework.skewed else []
     )
+
+
+def converted_file(wildcards):
+    """The visit's model in the format of the authors' forks; none for other frameworks."""
+    deployment = visit_of(wildcards).deployment
+    if not deployment.framework.converted:
+        return []
+    return [f"{LAYOUT.converted(model_id(deployment))}.json"]
 
 
 def freeze_file(wildcards):

@@ -94,9 +94,9 @@ def axes_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "implementation": framework.get("implementation", ""),
         "rule": framework.get("rule", "") or "",
         "variant": variant_of(framework),
-        "scheduler": framework.get("scheduler", "") or "",
+        "scheduler": framework.get("scheduler") or framework.get("serving") or "",
         "model": model["name"],
-        "weights": "random" if model.get("source") == "random" else "pretrained",
+        "weights": "random" if model.get("source") == "random" or framework.get("weights") == "dummy" else "pretrained",
         "parameters": float(parameters) if parameters is not None else None,
         "dtype": model.get("dtype", ""),
         "workload": workload["name"],
@@ -373,8 +373,9 @@ def metric_ids(columns: Iterable[str]) -> list[str]:
 
 
 def usable(table: pd.DataFrame) -> pd.Series:
-    """Rows whose numbers may be pooled: measured to the end and not gated."""
-    return (table["outcome"] == "ok") & (table["verdict"] == "VALID").fillna(False).astype(bool)
+    """Rows whose numbers may be pooled: measured to the end, not gated, and no debugging run of a fork."""
+    valid = (table["verdict"] == "VALID").fillna(False).astype(bool)
+    return (table["outcome"] == "ok") & valid & (table["source"] != "debug").fillna(True).astype(bool)
 
 
 def read_table(path: Path) -> pd.DataFrame:

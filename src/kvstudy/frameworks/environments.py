@@ -10,6 +10,10 @@ Pins lie in `envs/<framework>/<flavour>.txt`, the project's own torch in `envs/k
 is a whole freeze, installed without resolving. A CUDA file pins the root package and pip resolves the rest;
 the freeze file then says what that was.
 
+The authors' forks (`envs/<framework>/fork.toml`: repository, full commit, the folders needed, licence) are checked out
+into the environment, from the mirror or local clone that `conf/mirrors.yaml` names for them, else from their own
+repository, and put on its path. Nothing of them is copied into this project.
+
 torch is special, because its CPU build is not on the package index that pip uses by default. It is installed
 first, from wherever pip is configured to look, and from PyTorch's own CPU index only when it was not found
 there: an index that cannot be reached must neither break nor slow a set-up that does not need it.
@@ -23,14 +27,20 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 FLAVOURS = ("cpu", "cuda")
 TORCH_CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
 #: The repository's folder of pins, seen from src/kvstudy/frameworks/.
 PINS = Path(__file__).resolve().parents[3] / "envs"
+
+#: What pins an author's fork, beside the packages.
+FORK = "fork.toml"
 
 #: The project's own environment: not a framework that a study serves.
 OWN = "kvstudy"
@@ -83,6 +93,9 @@ def pin_file(framework: str, flavour: str) -> Path:
 def key(framework: str, flavour: str) -> str:
     """Ten hex digits that change when the pins or the Python release (such as 3.11) do."""
     digest = hashlib.sha256(pin_file(framework, flavour).read_bytes())
+    fork = PINS / framework / FORK
+    if fork.is_file():
+        digest.update(fork.read_bytes())
     digest.update(f"python {sys.version_info.major}.{sys.version_info.minor}".encode())
     return digest.hexdigest()[:10]
 
@@ -121,10 +134,64 @@ def build(framework: str, flavour: str, out_dir: Path, freeze: Path) -> None:
         f"cannot install {pins.relative_to(PINS.parent)}",
     )
     frozen = _run([*_pip(python), "freeze"], "pip freeze failed")
+    if (PINS / framework / FORK).is_file():
+        frozen += check_out(framework, out_dir)
     freeze.parent.mkdir(parents=True, exist_ok=True)
     beside = freeze.with_name(f".{freeze.name}.new")
     beside.write_text(frozen, encoding="utf-8")
     os.replace(beside, freeze)
+
+
+def fork_folder(out_dir: Path) -> Path:
+    """Where a fork lies in its environment."""
+    return out_dir / "fork"
+
+
+def check_out(framework: str, out_dir: Path) -> str:
+    """Check a fork out at its pinned commit and put its packages on the environment's path.
+
+    Returns a line for the freeze file.
+
+    Raises
+    ------
+    EnvironmentFault
+        Neither mirror nor repository gives the commit.
+    """
+    fork: dict[str, Any] = tomllib.loads((PINS / framework / FORK).read_text(encoding="utf-8"))
+    commit, source = fork["commit"], mirror_of(framework) or fork["url"]
+    folder = fork_folder(out_dir)
+    fault = f"cannot get commit {commit[:10]} of {framework} from {source}"
+    git = ["git", "-C", str(folder), "-c", "advice.detachedHead=false"]
+    if Path(source).expanduser().is_dir():
+        # Objects are linked or copied, none is looked at: a mirror may lack files that the sparse checkout leaves out.
+        source = str(Path(source).expanduser().resolve())
+        _run(["git", "clone", "--quiet", "--no-checkout", "--local", source, str(folder)], fault)
+        _run([*git, "cat-file", "-e", f"{commit}^{{commit}}"], f"{fault}: the mirror does not hold it")
+    else:
+        _run(["git", "init", "--quiet", str(folder)], fault)
+        _run([*git, "remote", "add", "origin", source], fault)
+        fetch = [*git, "fetch", "--quiet", "--depth", "1", "--filter", "blob:none", "origin", commit]
+        _run(fetch, f"{fault} (name a mirror or a local clone in conf/mirrors.yaml)")
+    _run([*git, "sparse-checkout", "set", "--no-cone", *fork["paths"]], fault)
+    _run([*git, "checkout", "--quiet", "--detach", commit], fault)
+    if _run([*git, "rev-parse", "HEAD"], fault).strip() != commit:
+        raise EnvironmentFault(f"{fault}: another commit was checked out")
+    site = Path(sysconfig.get_path("purelib", vars={"base": str(out_dir), "platbase": str(out_dir)}))
+    lines = [str((folder / name).absolute()) for name in fork["packages"]]
+    (site / "kvstudy_fork.pth").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return f"# {framework}: {fork['url']} @ {commit}, licence: {fork['license']}\n"
+
+
+def mirror_of(framework: str) -> str | None:
+    """The mirror or local clone of a fork: KVSTUDY_MIRROR_<NAME>, else what conf/mirrors.yaml says."""
+    named = os.environ.get(f"KVSTUDY_MIRROR_{framework.upper()}")
+    path = PINS.parent / "conf" / "mirrors.yaml"
+    if named or not path.is_file():
+        return named
+    import yaml  # not when `make setup` runs this file, before anything is installed
+
+    mirrors = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    return mirrors.get(framework)
 
 
 def install_torch(python: Path, requirement: str, *options: str) -> None:
@@ -171,8 +238,9 @@ def _pip(python: Path) -> list[str]:
 
 def _run(command: Sequence[str], fault: str) -> str:
     """Run a command; answers its standard output, or raises the fault with the command's last word."""
+    quiet = os.environ | {"GIT_TERMINAL_PROMPT": "0"}  # a repository that asks for a password is one that is not there
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=quiet)
     except OSError as error:
         raise EnvironmentFault(f"{fault}: {command[0]}: {error.strerror}") from None
     if done.returncode:

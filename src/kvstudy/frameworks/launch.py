@@ -91,6 +91,8 @@ def make_server(
     kind: type[ServerProcess]
     if isinstance(deployment.framework, Vllm):
         from kvstudy.frameworks.vllm import VllmServer as kind
+    elif deployment.framework.implementation == "upstream":
+        from kvstudy.frameworks.upstream.launcher import UpstreamServer as kind
     else:
         from kvstudy.frameworks.native import NativeServer as kind
     return kind(launch)

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvstudy.frameworks import base, http
 from kvstudy.frameworks.base import Counters, Gauge, Launch, ServerProcess, Watch, base_environment
-from kvstudy.grid.schema import InfiniGen, Vllm
+from kvstudy.grid.schema import InfiniGen
 from kvstudy.grid.secrets import API_KEY
 
 
@@ -17,8 +17,8 @@ def engine_config(launch: Launch, port: int) -> dict[str, Any]:
     """The engine's config for a deployment, by the engine's own names (`kvstudy.engine.config.EngineConfig`)."""
     deployment = launch.deployment
     framework = deployment.framework
-    if isinstance(framework, Vllm):
-        raise TypeError("vllm is not served by our engine")
+    if framework.implementation != "native":
+        raise TypeError(f"{framework.name} ({framework.implementation}) is not served by our engine")
     budget = deployment.budget
     options = framework.policy_options()
     host_bytes = 0
@@ -52,34 +52,8 @@ def engine_config(launch: Launch, port: int) -> dict[str, Any]:
     }
 
 
-class NativeServer(ServerProcess):
-    """A policy on our engine."""
-
-    def __init__(self, launch: Launch) -> None:
-        super().__init__(launch)
-        self._config = engine_config(launch, self.port)
-
-    def command(self) -> list[str]:
-        """`python -m kvstudy.engine.server --config FILE`."""
-        path = self.launch.work_dir / f"engine-{self.port}.json"
-        path.write_text(json.dumps(self._config, indent=1), encoding="utf-8")
-        return [sys.executable, "-m", "kvstudy.engine.server", "--config", str(path)]
-
-    def environment(self) -> dict[str, str]:
-        """Ours, and the leased GPUs."""
-        env = base_environment()
-        # The package must be found from any folder, installed or not.
-        root = str(Path(__file__).parents[2])
-        env["PYTHONPATH"] = root + (":" + env["PYTHONPATH"] if env.get("PYTHONPATH") else "")
-        if self.launch.api_key is not None:
-            env[API_KEY] = self.launch.api_key
-        if self.launch.gpu_ids:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(self.launch.gpu_ids)
-        return env
-
-    def asked(self) -> dict[str, Any]:
-        """Everything that was written into its config but where it listens."""
-        return {key: value for key, value in self._config.items() if key not in ("host", "port", "model_dir")}
+class OwnServer(ServerProcess):
+    """A server of ours: it answers `/config`, `/metrics` and `/reset` as our engine does."""
 
     def effective_config(self) -> dict[str, Any]:
         """`GET /config`."""
@@ -145,3 +119,33 @@ class NativeServer(ServerProcess):
     def reset(self) -> None:
         """`POST /reset`: peaks start anew."""
         http.request(f"{self.url}/reset", timeout=base.ANSWER_S, data=b"{}", key=self.launch.api_key)
+
+
+class NativeServer(OwnServer):
+    """A policy on our engine."""
+
+    def __init__(self, launch: Launch) -> None:
+        super().__init__(launch)
+        self._config = engine_config(launch, self.port)
+
+    def command(self) -> list[str]:
+        """`python -m kvstudy.engine.server --config FILE`."""
+        path = self.launch.work_dir / f"engine-{self.port}.json"
+        path.write_text(json.dumps(self._config, indent=1), encoding="utf-8")
+        return [sys.executable, "-m", "kvstudy.engine.server", "--config", str(path)]
+
+    def environment(self) -> dict[str, str]:
+        """Ours, and the leased GPUs."""
+        env = base_environment()
+        # The package must be found from any folder, installed or not.
+        root = str(Path(__file__).parents[2])
+        env["PYTHONPATH"] = root + (":" + env["PYTHONPATH"] if env.get("PYTHONPATH") else "")
+        if self.launch.api_key is not None:
+            env[API_KEY] = self.launch.api_key
+        if self.launch.gpu_ids:
+            env["CUDA_VISIBLE_DEVICES"] = ",".join(self.launch.gpu_ids)
+        return env
+
+    def asked(self) -> dict[str, Any]:
+        """Everything that was written into its config but where it listens."""
+        return {key: value for key, value in self._config.items() if key not in ("host", "port", "model_dir")}

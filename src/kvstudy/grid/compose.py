@@ -305,19 +305,23 @@ def combinations(study: StudyConfig) -> Iterator[dict[str, Any]]:
 
 
 def _variant(annotation: Any, config: Any) -> Any:
-    """The member of a discriminated union that `config` selects by its name or kind."""
+    """The member of a discriminated union, or of one nested in it, that `config` selects by its tags."""
+    variants = _members(annotation)
+    if isinstance(config, dict):
+        for variant in variants:
+            fields = getattr(variant, "model_fields", {})
+            tags = [tag for tag in ("name", "kind", "implementation") if tag in fields and tag in config]
+            if tags and all(config[tag] in typing.get_args(fields[tag].annotation) for tag in tags):
+                return variant
+    return variants[0] if len(variants) == 1 else annotation
+
+
+def _members(annotation: Any) -> list[Any]:
     while typing.get_origin(annotation) is typing.Annotated:
         annotation = typing.get_args(annotation)[0]
-    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
-        variants = [v for v in typing.get_args(annotation) if v is not type(None)]
-        if isinstance(config, dict):
-            for variant in variants:
-                for tag in ("name", "kind"):
-                    info = getattr(variant, "model_fields", {}).get(tag)
-                    if info is not None and config.get(tag) in typing.get_args(info.annotation):
-                        return variant
-        return variants[0] if len(variants) == 1 else annotation
-    return annotation
+    if typing.get_origin(annotation) not in (typing.Union, types.UnionType):
+        return [annotation]
+    return [member for inner in typing.get_args(annotation) if inner is not type(None) for member in _members(inner)]
 
 
 def _option_keys(group: str, config: dict[str, Any]) -> frozenset[str]:
@@ -363,6 +367,8 @@ def to_cell(config: dict[str, Any], pins: dict[str, dict[str, str]]) -> Cell | Q
     config = dict(config)
     config["hardware"] = resolve_cores(config["hardware"])
     name = config["framework"].get("name")
+    if config["framework"].get("implementation") == "upstream":
+        name = f"{name}-upstream"
     flavour = f"{name}-{config['hardware'].get('device')}"
     config["framework"] = config["framework"] | {"pins": pins.get(flavour, pins.get(name, {}))}
     try:

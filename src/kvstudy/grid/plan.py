@@ -12,6 +12,7 @@ import json
 import os
 import random
 import re
+import tomllib
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -20,6 +21,7 @@ from typing import Any
 from kvstudy import HARNESS_VERSION
 from kvstudy.grid import store
 from kvstudy.grid.compose import ConfigError, combinations, read_study, to_cell
+from kvstudy.grid.forks import unsupported
 from kvstudy.grid.schema import Cell, Deployment, QualityCell, QualityVisit, Visit, content_hash, digest
 
 #: Packages of the project's own environment that can change a number measured on a native framework.
@@ -90,6 +92,26 @@ def read_pins(root: Path) -> dict[str, dict[str, str]]:
             pins[f"vllm-{device}"] = {
                 "vllm": release[0].partition("==")[2].split()[0] if release else "",
                 "pins_sha256": hashlib.sha256(text.encode()).hexdigest()[:10],
+            }
+    return pins | _fork_pins(root)
+
+
+def _fork_pins(root: Path) -> dict[str, dict[str, str]]:
+    """Pins of the authors' forks by framework and device: repository, commit, and what it runs on."""
+    pins = {}
+    for path in sorted((root / "envs").glob("*/fork.toml")):
+        fork = tomllib.loads(path.read_text())
+        name = path.parent.name
+        for device in ("cpu", "cuda"):
+            text = (path.parent / f"{device}.txt").read_text()
+            lines = dict(
+                line.split("==") for line in text.split("\n") if line.startswith(("torch==", "transformers=="))
+            )
+            pins[f"{name if name == 'flexgen' else f'{name}-upstream'}-{device}"] = {
+                "url": fork["url"],
+                "commit": fork["commit"],
+                **lines,
+                "pins_sha256": hashlib.sha256((path.read_text() + text).encode()).hexdigest()[:10],
             }
     return pins
 
@@ -164,10 +186,10 @@ def make_plan(conf: Path, overrides: list[str]) -> Plan:
         if isinstance(cell, QualityCell):
             if cell.quality.is_empty:
                 continue
-            reason = None
+            reason = unsupported(cell)
         else:
             _check_size(cell)
-            reason = _too_long(cell)
+            reason = unsupported(cell) or _too_long(cell)
         for rule in study.leave_out:
             if _matches(cell.model_dump(mode="json"), rule["when"]):
                 reason = rule["reason"]
@@ -247,7 +269,7 @@ def _visits(study: str, cells: list[Cell]) -> tuple[Visit, ...]:
 
 def _key(conf: Path, overrides: list[str]) -> str:
     """Digest of all that a plan depends on."""
-    sources = sorted(conf.rglob("*.yaml")) + sorted(conf.parent.glob("envs/*/*.txt"))
+    sources = sorted(conf.rglob("*.yaml")) + sorted(conf.parent.glob("envs/*/*.t[xo]*"))
     sources += sorted(Path(__file__).parent.glob("*.py"))
     parts = [f"{p.relative_to(p.anchor)}:{hashlib.sha256(p.read_bytes()).hexdigest()}" for p in sources]
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []

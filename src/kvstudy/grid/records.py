@@ -14,7 +14,8 @@ from pydantic import BaseModel, ConfigDict
 SCHEMA_VERSION = 1
 
 Outcome = Literal["ok", "oom", "timeout", "crashed", "unsupported"]
-Source = Literal["measured", "emulated", "simulated"]
+#: `debug`: an author's fork without its GPU, for correctness only; in no figure and no claim.
+Source = Literal["measured", "emulated", "simulated", "debug"]
 RequestStatus = Literal["ok", "error", "timeout", "censored"]
 
 #: Columns of requests.parquet and their pandas dtypes (list columns are object).

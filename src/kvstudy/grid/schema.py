@@ -430,6 +430,11 @@ class Vllm(Strict):
         """Whether it needs the model's skewing matrices: only InfiniGen does."""
         return False
 
+    @property
+    def converted(self) -> bool:
+        """Whether it needs the model in the format of the authors' forks: only they do."""
+        return False
+
 
 class _Native(Strict):
     name: str
@@ -453,6 +458,11 @@ class _Native(Strict):
     def environment(self) -> str | None:
         """Native frameworks run in the project's own environment."""
         return None
+
+    @property
+    def converted(self) -> bool:
+        """Whether it needs the model in the format of the authors' forks."""
+        return False
 
     @property
     def skewed(self) -> bool:
@@ -540,7 +550,98 @@ class InfiniGen(_Native):
         return {name: getattr(self, name) for name in names}
 
 
-Framework = Annotated[Vllm | Full | Streaming | Random | H2O | InfiniGen, Field(discriminator="name")]
+class _Upstream(Strict):
+    """An author's fork in its own environment, behind a *batch server*: FCFS batches of prompts of one length.
+
+    `max_batch` requests at most are decoded together, to the longest output among them; a batch that is not full starts
+    once its oldest request has waited `max_wait_s`. `prefill: sequential` computes a layer's attention one prompt at a
+    time. `weights: dummy` lets the fork fill its weights with ones (speed only). See docs/forks.md.
+    """
+
+    name: str
+    implementation: Literal["upstream"] = "upstream"
+    pins: dict[str, str] = {}
+    serving: Literal["batch server"] = "batch server"
+    max_batch: PositiveInt = 8
+    max_wait_s: float = Field(default=0.5, ge=0.0)
+    prefill: Literal["batched", "sequential"] = "batched"
+    weights: Literal["converted", "dummy"] = "converted"
+    bring_up_s: PositiveFloat = Field(default=600.0)
+
+    @property
+    def label(self) -> str:
+        """Its name as it reads in a folder's name."""
+        return f"{self.name}-upstream" if self.name in ("h2o", "infinigen") else self.name
+
+    @property
+    def skewed(self) -> bool:
+        """The forks skew by themselves, at their warm-up."""
+        return False
+
+    @property
+    def converted(self) -> bool:
+        """Whether it needs the model in the forks' own format."""
+        return self.weights == "converted"
+
+
+class FlexGen(_Upstream):
+    """The engine that both forks grew from, with the whole cache (FlexGen, arXiv 2303.06865): their control.
+
+    `kv_home` says where the cache lies: on the device as in H2O's runs, or on the host as in InfiniGen's.
+    """
+
+    name: Literal["flexgen"] = "flexgen"
+    title: str = Field(default="FlexGen (authors', batch server)")
+    kv_home: Literal["device", "host"] = "device"
+    host_kv_memory_mib: PositiveFloat = 4096.0
+
+    @property
+    def environment(self) -> str | None:
+        """FlexLLMGen's own."""
+        return "flexgen"
+
+
+class H2OUpstream(_Upstream):
+    """H2O as its authors serve it: their FlexGen with `--hh-all`. Half of the budget is heavy hitters, half recent."""
+
+    name: Literal["h2o"] = "h2o"
+    title: str = Field(default="H2O (authors' fork, batch server)")
+    rule: Literal["flexgen"] = "flexgen"
+
+    @property
+    def environment(self) -> str | None:
+        """The H2O fork's own."""
+        return "h2o"
+
+
+class InfiniGenUpstream(_Upstream):
+    """InfiniGen as its authors measure its speed: the cache on the host, one fetch count for a batch's heads."""
+
+    name: Literal["infinigen"] = "infinigen"
+    title: str = Field(default="InfiniGen (authors' fork, batch server)")
+    rule: Literal["speed"] = "speed"
+    alpha: PositiveInt = 4
+    partial_ratio: float = Field(default=0.2, gt=0.0, le=1.0)
+    host_kv_memory_mib: PositiveFloat = 4096.0
+
+    @property
+    def environment(self) -> str | None:
+        """The InfiniGen fork's own."""
+        return "infinigen"
+
+
+Upstream = FlexGen | H2OUpstream | InfiniGenUpstream
+
+Framework = Annotated[
+    Vllm
+    | Full
+    | Streaming
+    | Random
+    | Annotated[H2O | H2OUpstream, Field(discriminator="implementation")]
+    | Annotated[InfiniGen | InfiniGenUpstream, Field(discriminator="implementation")]
+    | FlexGen,
+    Field(discriminator="name"),
+]
 
 
 # --- cell, deployment, visit ---------------------------------------------------------------------

@@ -63,6 +63,10 @@ class Layout:
         """InfiniGen's skewing matrices of a model, made once."""
         return self.root / "models" / f"{model_id}.skew.safetensors"
 
+    def converted(self, model_id: str) -> Path:
+        """A model in the format of the authors' forks; the file of the same name and .json says that it is whole."""
+        return self.root / "models" / f"{model_id}.flexgen"
+
     def workload(self, workload_id: str) -> Path:
         """Folder of a drawn workload."""
         return self.root / "workloads" / workload_id

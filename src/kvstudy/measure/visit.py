@@ -796,9 +796,11 @@ def budget_summary(cell: Cell, before: Counters, after: Counters) -> dict[str, f
 
 
 def source_of(cell: Cell) -> Source:
-    """`simulated` where a policy only masks, `emulated` where moves are paced on a machine whose device is its host."""
+    """`simulated` where a policy only masks, `debug` for a fork without its GPU, `emulated` where moves are paced."""
     if isinstance(cell.framework, H2O) and cell.framework.rule == "masked":
         return "simulated"
+    if cell.framework.implementation == "upstream" and cell.hardware.device == "cpu":
+        return "debug"
     return "emulated" if cell.hardware.device == "cpu" and cell.hardware.link_gbps is not None else "measured"
 
 

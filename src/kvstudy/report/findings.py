@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from kvstudy.analysis.replicates import OVER_SEEDS
-from kvstudy.analysis.table import MISSING, usable
+from kvstudy.analysis.table import MISSING
 from kvstudy.report import style, words
 from kvstudy.report.data import StudyData, memory_bytes
 
@@ -267,7 +267,7 @@ def failures(data: StudyData) -> list[Finding]:
                 [str(cell) for cell in part["cell"]],
             )
         )
-    gated = measured[(measured["outcome"] == "ok") & ~usable(measured)]
+    gated = measured[(measured["outcome"] == "ok") & (measured["verdict"] == "INVALID")]
     for reasons, part in gated.groupby("reasons"):
         found.append(
             Finding(
@@ -322,6 +322,7 @@ def limits(data: StudyData) -> list[str]:
     for source, what in (
         ("simulated", "a policy that masks but frees nothing; it is in no memory figure"),
         ("emulated", "moves between tiers are paced to a stated link, not made over one"),
+        ("debug", "an author's fork without its GPU, for correctness only; it is in no figure and no claim"),
     ):
         part = table[table["source"] == source]
         if len(part):
