@@ -174,3 +174,74 @@ def test_committed_pins_are_exact_and_hold_no_addresses() -> None:
         assert lines
         assert all("==" in line and "://" not in line and " @ " not in line for line in lines)
     assert "torch==2.13.0+cpu" in env._requirements(env.pin_file("vllm", "cpu"))
+
+
+@pytest.fixture
+def fork(tmp_path: Path, pins: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, str]:
+    """A repository with two commits, the first of them pinned; the mirror of framework `h2o`."""
+    repository = tmp_path / "mirror"
+    git = ["git", "-C", str(repository), "-c", "user.name=t", "-c", "user.email=t@t.example"]
+
+    def run(*words: str) -> str:
+        return subprocess.run([*git, *words], capture_output=True, text=True, check=True).stdout.strip()
+
+    for folder in ("code", "data"):
+        (repository / folder).mkdir(parents=True)
+    (repository / "code" / "forked.py").write_text("VERSION = 1\n")
+    (repository / "data" / "large.jsonl").write_text("{}\n")
+    run("init", "--quiet")
+    run("add", ".")
+    run("commit", "--quiet", "-m", "first")
+    commit = run("rev-parse", "HEAD")
+    (repository / "code" / "forked.py").write_text("VERSION = 2\n")
+    run("commit", "--quiet", "-am", "second")
+    (pins / "h2o").mkdir()
+    (pins / "h2o" / "fork.toml").write_text(
+        f'url = "https://nowhere.invalid/x.git"\ncommit = "{commit}"\npaths = ["/code/"]\n'
+        'packages = ["code"]\nlicense = "none"\n'
+    )
+    monkeypatch.setenv("KVSTUDY_MIRROR_H2O", str(repository))
+    return repository, commit
+
+
+def test_a_fork_is_checked_out_sparse_at_its_commit_and_importable(tmp_path: Path, fork: tuple[Path, str]) -> None:
+    venv = tmp_path / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(venv)], check=True)
+    line = env.check_out("h2o", venv)
+    assert line == f"# h2o: https://nowhere.invalid/x.git @ {fork[1]}, licence: none\n"
+    assert not (env.fork_folder(venv) / "data").exists()
+    said = subprocess.run(
+        [str(env.python_of(venv)), "-c", "import forked; print(forked.VERSION)"], capture_output=True, text=True
+    )
+    assert said.stdout == "1\n", said.stderr
+
+
+def test_a_mirror_without_the_commit_is_a_fault_in_one_line(
+    tmp_path: Path, fork: tuple[Path, str], pins: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = pins / "h2o" / "fork.toml"
+    path.write_text(path.read_text().replace(fork[1], "0" * 40))
+    with pytest.raises(env.EnvironmentFault, match="mirror does not hold it"):
+        env.check_out("h2o", tmp_path / "a")
+    monkeypatch.setenv("KVSTUDY_MIRROR_H2O", f"file://{tmp_path}/nowhere")
+    with pytest.raises(env.EnvironmentFault, match=r"conf/mirrors.toml"):
+        env.check_out("h2o", tmp_path / "b")
+
+
+def test_mirrors_are_named_in_conf_or_the_shell(pins: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("H2O", "INFINIGEN"):
+        monkeypatch.delenv(f"KVSTUDY_MIRROR_{name}", raising=False)
+    assert env.mirror_of("h2o") is None
+    (pins.parent / "conf").mkdir()
+    (pins.parent / "conf" / "mirrors.toml").write_text('h2o = "/a/clone"\n')
+    assert env.mirror_of("h2o") == "/a/clone" and env.mirror_of("infinigen") is None
+    monkeypatch.setenv("KVSTUDY_MIRROR_H2O", "/b")
+    assert env.mirror_of("h2o") == "/b"
+
+
+def test_a_forks_commit_changes_its_environments_key(pins: Path, fork: tuple[Path, str]) -> None:
+    (pins / "h2o" / "cpu.txt").write_text("torch==1\n")
+    before = env.key("h2o", "cpu")
+    path = pins / "h2o" / "fork.toml"
+    path.write_text(path.read_text().replace(fork[1], "0" * 40))
+    assert env.key("h2o", "cpu") != before

@@ -11,7 +11,7 @@ is a whole freeze, installed without resolving. A CUDA file pins the root packag
 the freeze file then says what that was.
 
 The authors' forks (`envs/<framework>/fork.toml`: repository, full commit, the folders needed, licence) are checked out
-into the environment, from the mirror or local clone that `conf/mirrors.yaml` names for them, else from their own
+into the environment, from the mirror or local clone that `conf/mirrors.toml` names for them, else from their own
 repository, and put on its path. Nothing of them is copied into this project.
 
 torch is special, because its CPU build is not on the package index that pip uses by default. It is installed
@@ -171,7 +171,7 @@ def check_out(framework: str, out_dir: Path) -> str:
         _run(["git", "init", "--quiet", str(folder)], fault)
         _run([*git, "remote", "add", "origin", source], fault)
         fetch = [*git, "fetch", "--quiet", "--depth", "1", "--filter", "blob:none", "origin", commit]
-        _run(fetch, f"{fault} (name a mirror or a local clone in conf/mirrors.yaml)")
+        _run(fetch, f"{fault} (name a mirror or a local clone in conf/mirrors.toml)")
     _run([*git, "sparse-checkout", "set", "--no-cone", *fork["paths"]], fault)
     _run([*git, "checkout", "--quiet", "--detach", commit], fault)
     if _run([*git, "rev-parse", "HEAD"], fault).strip() != commit:
@@ -183,15 +183,13 @@ def check_out(framework: str, out_dir: Path) -> str:
 
 
 def mirror_of(framework: str) -> str | None:
-    """The mirror or local clone of a fork: KVSTUDY_MIRROR_<NAME>, else what conf/mirrors.yaml says."""
+    """The mirror or local clone of a fork: KVSTUDY_MIRROR_<NAME>, else what conf/mirrors.toml says."""
     named = os.environ.get(f"KVSTUDY_MIRROR_{framework.upper()}")
-    path = PINS.parent / "conf" / "mirrors.yaml"
+    path = PINS.parent / "conf" / "mirrors.toml"
     if named or not path.is_file():
         return named
-    import yaml  # not when `make setup` runs this file, before anything is installed
-
-    mirrors = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    return mirrors.get(framework)
+    mirror = tomllib.loads(path.read_text(encoding="utf-8")).get(framework)
+    return None if mirror is None else str(mirror)
 
 
 def install_torch(python: Path, requirement: str, *options: str) -> None:

@@ -107,7 +107,7 @@ def _fork_pins(root: Path) -> dict[str, dict[str, str]]:
             lines = dict(
                 line.split("==") for line in text.split("\n") if line.startswith(("torch==", "transformers=="))
             )
-            pins[f"{name if name == 'flexgen' else f'{name}-upstream'}-{device}"] = {
+            pins[f"{name}-upstream-{device}"] = {
                 "url": fork["url"],
                 "commit": fork["commit"],
                 **lines,

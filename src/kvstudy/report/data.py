@@ -116,7 +116,12 @@ def with_series(frame: pd.DataFrame) -> pd.DataFrame:
     columns = [*several, "framework", "budget_share", "budget_of", "budget_tokens"]
     for row in frame[columns].to_dict("records"):
         parts = [words.framework(str(row["framework"]))]
-        parts += [str(row[name]) for name, of in several.items() if row["framework"] in of and row[name]]
+        # How a fork is served is always said: its scheduling is not its policy.
+        parts += [
+            str(row[name])
+            for name, of in several.items()
+            if row[name] and (row["framework"] in of or row[name] == "batch server")
+        ]
         if row["budget_of"] == "tokens" and pd.notna(row["budget_tokens"]):
             parts.append(f"{words.plain(row['budget_tokens'])} entries")
         elif row["framework"] in budgeted:

@@ -22,7 +22,8 @@ import typst
 
 from kvstudy.analysis.plan import AnalysisError, Plan, read_plan
 from kvstudy.analysis.table import MISSING, read_provenance
-from kvstudy.report import FIGURES, figures, findings, latex, tables, words
+from kvstudy.grid.store import Layout
+from kvstudy.report import FIGURES, figures, findings, implementations, latex, tables, words
 from kvstudy.report.data import StudyData
 
 #: Sections of the document by the category of the figures they hold.
@@ -66,6 +67,7 @@ def payload(data: StudyData, plan: Plan, figure_dir: Path) -> dict[str, Any]:
             and not (category == "Quality" and data.quality.empty)
         ],
         "tables": shown_tables,
+        "implementations": implementations.section(Layout(data.results).study(plan.name)),
         "claims": _claims(data),
         "untested": _untested(data),
         "left_out": _left_out(plan.left_out),

@@ -17,6 +17,7 @@ FRAMEWORKS = {
     "streaming": "StreamingLLM",
     "random": "random eviction",
     "adaptive": "adaptive (ours)",
+    "flexgen": "FlexGen",
 }
 
 #: Texts that prompts are cut from, as a caption says it.
