@@ -132,6 +132,20 @@ def test_a_client_that_leaves_frees_its_batch(served: tuple[str, StandIn]) -> No
     assert loop.steps[0] < 300
 
 
+def test_a_key_is_asked_for_where_there_is_one() -> None:
+    server = BatchServer({"served_model_name": "m", "max_batch": 1, "max_wait_s": 0}, StandIn(), Letters(), "secret")
+    listening = server.listen("127.0.0.1", 0)
+    threading.Thread(target=listening.serve_forever, daemon=True).start()
+    url = f"http://127.0.0.1:{listening.server_address[1]}"
+    assert http.is_healthy(url)
+    for path in ("/metrics", "/config", "/v1/completions"):
+        with pytest.raises(OSError, match="401"):
+            http.request(url + path, timeout=5, data=b"{}" if "v1" in path else None, key="wrong")
+    assert "kvstudy_" in http.request(f"{url}/metrics", timeout=5, key="secret")
+    listening.shutdown()
+    listening.server_close()
+
+
 def test_text_holds_back_half_a_character() -> None:
     class Bytes:
         def decode(self, ids: list[int]) -> str:

@@ -17,6 +17,7 @@ from kvstudy.frameworks.base import MIB, Launch, Unavailable, base_environment
 from kvstudy.frameworks.native import OwnServer
 from kvstudy.frameworks.upstream.arguments import fork_arguments, on_host, upstream_of
 from kvstudy.grid.schema import H2OUpstream, InfiniGenUpstream
+from kvstudy.grid.secrets import API_KEY
 
 #: The folder that holds the package `batch_server`.
 HERE = Path(__file__).parent
@@ -116,6 +117,9 @@ class UpstreamServer(OwnServer):
     def environment(self) -> dict[str, str]:
         """The fork's, with its interpreter first on the path."""
         env = fork_environment(self.launch.gpu_ids)
+        env.pop(API_KEY, None)
+        if self.launch.api_key is not None:
+            env[API_KEY] = self.launch.api_key
         env["PATH"] = f"{self._python.parent}{os.pathsep}{env.get('PATH', '')}"
         return env
 

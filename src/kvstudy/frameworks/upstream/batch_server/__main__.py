@@ -39,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     from .serving import BatchServer
 
-    server = BatchServer({**config, "commit": commit_of(Path(config["fork_dir"]))}, loop, tokenizer)
+    effective = {**config, "commit": commit_of(Path(config["fork_dir"]))}
+    server = BatchServer(effective, loop, tokenizer, os.environ.pop("KVSTUDY_API_KEY", None))
     try:
         http = server.listen(config["host"], config["port"])
     except OSError as error:

@@ -6,6 +6,7 @@ loop has yielded it.
 
 from __future__ import annotations
 
+import hmac
 import json
 import os
 import queue
@@ -58,10 +59,12 @@ class BatchServer:
         `totals`.
     tokenizer
         `decode(ids)`, `encode(text)`; `eos_token_id` and `apply_chat_template` where it has them.
+    api_key
+        What a client must send as a bearer token; None asks for nothing. `/health` is open.
     """
 
-    def __init__(self, config: dict[str, Any], loop: Any, tokenizer: Any) -> None:
-        self.config, self.loop, self.tokenizer = config, loop, tokenizer
+    def __init__(self, config: dict[str, Any], loop: Any, tokenizer: Any, api_key: str | None = None) -> None:
+        self.config, self.loop, self.tokenizer, self.api_key = config, loop, tokenizer, api_key
         self.batcher = Batcher(config["max_batch"], config["max_wait_s"], self._fits)
         self.live_peak: dict[str, int] = {"device": 0, "host": 0}
         self.crash: str | None = None
@@ -182,6 +185,8 @@ class _Handler(BaseHTTPRequestHandler):
         state = self.server_state
         if self.path == "/health":
             self._answer(200, b"", "text/plain")
+        elif not self._allowed():
+            self._error(401, "wrong or missing API key")
         elif self.path == "/metrics":
             self._answer(200, state.metrics().encode(), "text/plain; version=0.0.4")
         elif self.path == "/config":
@@ -199,6 +204,9 @@ class _Handler(BaseHTTPRequestHandler):
             self._error(413, f"the body is over {MAX_BODY_BYTES} bytes")
             return
         raw = self.rfile.read(length)
+        if not self._allowed():
+            self._error(401, "wrong or missing API key")
+            return
         if self.path == "/reset":
             self.server_state.reset()
             self._json(200, {})
@@ -225,6 +233,11 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
         finally:
             request.cancelled = request.finished is None
+
+    def _allowed(self) -> bool:
+        key = self.server_state.api_key
+        given = str(self.headers.get("Authorization") or "")
+        return key is None or hmac.compare_digest(given.encode(), f"Bearer {key}".encode())
 
     # --- answers -------------------------------------------------------------------------------------
 
