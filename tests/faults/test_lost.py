@@ -85,7 +85,7 @@ def damage(path: Path) -> None:
     [
         ("plan/s/visits/v.json", "is not a visit"),
         ("workloads/*/requests.parquet", "is damaged"),
-        ("workloads/*/warmup.parquet", "is damaged"),
+        pytest.param("workloads/*/warmup.parquet", "is damaged", marks=pytest.mark.long),
         ("store/*/summary.json", "is damaged"),
     ],
 )
@@ -112,7 +112,10 @@ def test_a_damaged_file_is_one_line_that_says_what_to_do(zygote: Zygote, results
     }
 
 
-@pytest.mark.parametrize("which", ["config.yaml", "requests.parquet", "provenance.json"])
+@pytest.mark.parametrize(
+    "which",
+    ["requests.parquet", *(pytest.param(x, marks=pytest.mark.long) for x in ("config.yaml", "provenance.json"))],
+)
 def test_a_write_that_finds_no_room(zygote: Zygote, results: Path, which: str) -> None:
     first = results.parent / "first" / "results"
     assert zygote.run(first).code == 0
