@@ -3,6 +3,7 @@
     kvstudy grid study=quick            the cells of a study, and what is left out
     kvstudy measure study=quick         measure what is missing (kvstudy measure --visit FILE: one visit)
     kvstudy quality study=quick         score what is missing: what each budget costs in quality
+    kvstudy status study=quick          what is done, running, failed and left, and when it will end
     kvstudy analyse | track | report study=quick
     kvstudy serve framework=full model=smollm2-135m-instruct --port 8000
     kvstudy recommend --cells results/quick/cells.parquet --model NAME --context N --rate R --kv-memory MIB
@@ -84,8 +85,10 @@ def grid(argv: list[str]) -> int:
         reasons.setdefault(entry.reason, []).append(entry.cell)
     for reason, names in reasons.items():
         print(f"left out, {len(names)}: {reason}")
-        for name in names:
+        for name in names[:20]:
             print(f"  {name}")
+        if len(names) > 20:
+            print(f"  and {len(names) - 20} more")
     return 0
 
 
@@ -163,6 +166,7 @@ def measure(argv: list[str]) -> int | None:
                 *("--visit", str(layout.visit(plan.name, visit.id))),
                 *("--results", str(options.results)),
                 *("--marker", str(layout.marker(plan.name, visit.id)), *freeze),
+                *("--log", str(options.results / "logs" / "visits" / f"{visit.id}.log")),
             ]
         )
         worst = max(worst, code or 0)
@@ -321,6 +325,7 @@ COMMANDS: dict[str, tuple[Main, str]] = {
     "serve": (serve, "bring one deployment up and leave it running"),
     "measure": (measure, "measure what is missing"),
     "quality": (quality, "score what is missing: perplexity, divergence, retention, tasks"),
+    "status": (_stage("kvstudy.measure.progress"), "what of a study is done, running, failed and left"),
     "analyse": (
         _with_study("kvstudy.analysis.run", "analyse", lambda lay, name: lay.study(name) / "cells.parquet"),
         "cells -> one tidy table",

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import os
-import signal
-import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +23,6 @@ from kvstudy.frameworks.base import (
     start,
     stop_group,
 )
-from kvstudy.frameworks.lease import lease, lock_folder, visible_gpus
 from kvstudy.frameworks.native import NativeServer, engine_config
 from kvstudy.frameworks.vllm import VllmServer
 from kvstudy.grid.schema import Budget, Deployment, Framework, Full, Hardware, Model, Streaming, Vllm
@@ -192,91 +187,6 @@ def test_metrics_text() -> None:
     assert http.total(rows, "a") == 7.5 and http.total(rows, "a", tier="host") == 4.5
     assert http.total(rows, "b_total") == 1000 and http.total(rows, "none") is None
     assert len(http.parse_metrics(text, frozenset({"a"}))) == 2
-
-
-# --- leases --------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
-    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    return tmp_path
-
-
-def run_jobs(jobs: list[Callable[[], None]]) -> None:
-    threads = [threading.Thread(target=job) for job in jobs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-
-
-def test_one_measurement_at_a_time_without_gpus(machine: Path) -> None:
-    inside = 0
-    most = 0
-
-    def job() -> None:
-        nonlocal inside, most
-        with lease(0):
-            inside += 1
-            most = max(most, inside)
-            time.sleep(0.05)
-            inside -= 1
-
-    run_jobs([job] * 4)
-    assert most == 1 and lock_folder().parent == machine
-
-
-def test_gpus_are_never_shared_and_two_gpu_jobs_do_not_deadlock(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3,5")
-    assert visible_gpus() == ["2", "3", "5"]
-    busy: set[str] = set()
-    clashes: list[str] = []
-    guard = threading.Lock()
-
-    def job(count: int) -> Callable[[], None]:
-        def run() -> None:
-            with lease(count) as held:
-                assert len(held.gpu_ids) == count == len(held.fds)
-                with guard:
-                    clashes.extend(busy & set(held.gpu_ids))
-                    busy.update(held.gpu_ids)
-                time.sleep(0.05)
-                with guard:
-                    busy.difference_update(held.gpu_ids)
-
-        return run
-
-    run_jobs([job(1), job(2), job(2), job(1), job(2), job(1)])
-    assert not clashes
-    with pytest.raises(Unavailable, match="needs 4 GPU"), lease(4):
-        pass
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    with pytest.raises(Unavailable, match="0 can be seen"), lease(1):
-        pass
-
-
-def test_slurm_assigns_by_itself(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
-    with lease(2) as first, lease(2) as second:
-        assert first.gpu_ids == second.gpu_ids == ("0", "1") and first.fds == ()
-
-
-def test_a_lease_lasts_as_long_as_the_server_that_inherited_it(machine: Path, tmp_path: Path) -> None:
-    with lease(0) as held:
-        orphan = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=held.fds)
-    try:
-        with pytest.raises(Unavailable, match="another measurement"), lease(0, bound_s=0.5):
-            pass
-    finally:
-        orphan.send_signal(signal.SIGKILL)
-        orphan.wait()
-    with lease(0, bound_s=5):
-        pass
 
 
 def test_the_callers_thread_counts_do_not_reach_a_server(monkeypatch: pytest.MonkeyPatch) -> None:

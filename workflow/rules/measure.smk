@@ -17,29 +17,28 @@ rule measure:
     threads: visit_threads
     resources:
         gpu=visit_gpus,
+        mem_mb=visit_memory,
+        runtime=visit_minutes,
+        cpus_per_task=visit_cpus,
+        slurm_partition=visit_partition,
+        gpu_model=visit_gpu_model,
+        slurm_extra=visit_extra,
+        attempt=visit_attempt,
     params:
         cells=visit_cells,
         results=results_folder,
+        only="",
     shell:
         "kvstudy measure --visit {input.visit:q} --results {params.results:q} --marker {output:q} --log {log:q}"
+        " --attempt {resources.attempt} {params.only}"
 
 
-rule cell:
-    input:
-        visit=ancient(visit_file),
-        model=ancient(model_card),
-        skew=ancient(skew_file),
-        converted=ancient(converted_file),
-        freeze=ancient(freeze_file),
+use rule measure as cell with:
     output:
         f"{RESULTS}/{STUDY}/cells/{{cell}}.json",
     log:
         f"{RESULTS}/logs/cells/{{cell}}.log",
-    threads: visit_threads
-    resources:
-        gpu=visit_gpus,
     params:
+        cells=cell_alone,
         results=results_folder,
-    shell:
-        "kvstudy measure --visit {input.visit:q} --results {params.results:q} --marker {output:q} --log {log:q}"
-        " --cell {wildcards.cell}"
+        only="--cell {cell}",

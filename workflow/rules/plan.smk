@@ -6,7 +6,13 @@ from snakemake.exceptions import WorkflowError
 
 from kvstudy.frameworks.environments import key as environment_key
 from kvstudy.grid.compose import ConfigError
-from kvstudy.grid.plan import model_id, overrides_from_snakemake, plan_study
+from kvstudy.grid import resources as needs
+from kvstudy.grid.plan import (
+    model_id,
+    overrides_from_snakemake,
+    plan_study,
+    planned_study,
+)
 from kvstudy.grid.store import Layout, cannot_write, hold
 
 RESULTS = config.get("results", "results")
@@ -14,12 +20,17 @@ gpus = workflow.global_resources.get("gpu")
 LAYOUT = Layout(Path(RESULTS))
 
 try:
-    PLAN = plan_study(
-        Path(workflow.basedir),
-        overrides_from_snakemake(config),
-        Path(RESULTS),
-        gpus=getattr(gpus, "value", gpus),
-    )
+    overrides = overrides_from_snakemake(config)
+    # Snakemake starts itself again inside a cluster's job. The plan is then the one that was made where the study was
+    # started: this node has other cores, and two jobs must not write one plan.
+    PLAN = None if workflow.is_main_process else planned_study(overrides, Path(RESULTS))
+    if PLAN is None:
+        PLAN = plan_study(
+            Path(workflow.basedir),
+            overrides,
+            Path(RESULTS),
+            gpus=getattr(gpus, "value", gpus),
+        )
 except ConfigError as error:
     # Not a WorkflowError: that wraps the line in file names and a trace.
     raise SystemExit(f"kvstudy: {error}") from None
@@ -141,6 +152,11 @@ def visit_cells(wildcards):
     return sorted(cell.cell_id for cell in visit_of(wildcards).cells)
 
 
+def cell_alone(wildcards):
+    """The one cell that the job measures."""
+    return [wildcards.cell]
+
+
 def visit_priority(wildcards):
     """Position in the seeded order of visits, so that drift is no framework's advantage."""
     return visit_of(wildcards).priority
@@ -154,10 +170,40 @@ def visit_gpus(wildcards):
 def visit_threads(wildcards):
     """Without a GPU a measurement has the machine to itself."""
     visit = visit_of(wildcards)
-    if visit.gpus:
-        return 1
-    hardware = visit.deployment.hardware
-    return max(
-        workflow.cores or 1,
-        len(set(hardware.server_cores) | set(hardware.client_cores)),
-    )
+    return 1 if visit.gpus else max(workflow.cores or 1, needs.cpus(visit))
+
+
+# What follows is read by cluster executors only.
+def visit_cpus(wildcards):
+    """CPUs of a cluster's job."""
+    return needs.cpus(visit_of(wildcards))
+
+
+def visit_memory(wildcards, attempt):
+    """Memory of a cluster's job in MiB, by the model's size; more on a retry."""
+    return needs.host_memory_mib(visit_of(wildcards).deployment, attempt)
+
+
+def visit_minutes(wildcards, attempt):
+    """Time limit of a cluster's job in minutes; more on a retry."""
+    return needs.minutes(visit_of(wildcards), attempt)
+
+
+def visit_partition(wildcards):
+    """The partition that conf/hardware names, if any."""
+    return visit_of(wildcards).deployment.hardware.cluster.partition
+
+
+def visit_gpu_model(wildcards):
+    """The kind of GPU that conf/hardware names, if any."""
+    return visit_of(wildcards).deployment.hardware.cluster.gpu_model
+
+
+def visit_extra(wildcards):
+    """Without a GPU a measurement has the node to itself."""
+    return None if visit_of(wildcards).gpus else "--exclusive"
+
+
+def visit_attempt(wildcards, attempt):
+    """How often the job has been tried, this time included."""
+    return attempt

@@ -38,14 +38,14 @@ rule quality:
     # As a measurement, it has the machine to itself: it would disturb one.
     threads: workflow.cores or 1
     resources:
-        gpu=lambda wildcards: max(
-            (
-                cell.model.gpus
-                for cell in quality_cells(wildcards)
-                if cell.hardware.device == "cuda"
-            ),
-            default=0,
+        gpu=lambda wildcards: max(cell.devices for cell in quality_cells(wildcards)),
+        mem_mb=lambda wildcards, attempt: max(
+            needs.host_memory_mib(cell, attempt) for cell in quality_cells(wildcards)
         ),
+        runtime=lambda wildcards, attempt: 240 * attempt,
+        slurm_partition=lambda wildcards: quality_cells(wildcards)[
+            0
+        ].hardware.cluster.partition,
     params:
         cells=lambda wildcards: sorted(
             cell.cell_id for cell in quality_cells(wildcards)

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvstudy.frameworks import base, http
 from kvstudy.frameworks.base import Counters, Gauge, Launch, ServerProcess, Watch, base_environment
+from kvstudy.frameworks.lease import visibility
 from kvstudy.grid.schema import InfiniGen
 from kvstudy.grid.secrets import API_KEY
 
@@ -142,10 +143,9 @@ class NativeServer(OwnServer):
         env["PYTHONPATH"] = root + (":" + env["PYTHONPATH"] if env.get("PYTHONPATH") else "")
         if self.launch.api_key is not None:
             env[API_KEY] = self.launch.api_key
-        if self.launch.gpu_ids:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(self.launch.gpu_ids)
-        return env
+        return env | visibility(self.launch.gpu_ids)
 
     def asked(self) -> dict[str, Any]:
-        """Everything that was written into its config but where it listens."""
-        return {key: value for key, value in self._config.items() if key not in ("host", "port", "model_dir")}
+        """Everything that was written into its config but where it listens, and cores where it may use any."""
+        apart = ["host", "port", "model_dir", *([] if self._config["cores"] else ["cores"])]
+        return {key: value for key, value in self._config.items() if key not in apart}

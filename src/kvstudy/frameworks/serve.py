@@ -64,8 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model_dir = model_folder(deployment, layout)
         named = options.freeze.with_suffix("") if options.freeze is not None else None
         environment = named if named is not None and named.is_dir() else environment_folder(deployment, layout)
-        gpus = deployment.model.gpus if deployment.hardware.device == "cuda" else 0
-        with tempfile.TemporaryDirectory(prefix="kvstudy-serve-") as work, lease(gpus, say=_say) as held:
+        with tempfile.TemporaryDirectory(prefix="kvstudy-serve-") as work, lease(deployment.devices, say=_say) as held:
             server = make_server(
                 deployment, model_dir, environment, Path(work), held, host=options.host, port=options.port, api_key=key
             )

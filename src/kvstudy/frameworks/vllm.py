@@ -26,6 +26,7 @@ from kvstudy.frameworks.base import (
     Watch,
     base_environment,
 )
+from kvstudy.frameworks.lease import visibility
 from kvstudy.grid.schema import Vllm
 
 #: Where tcmalloc lies on common distributions; libiomp5 comes with the CPU wheel's dependencies.
@@ -133,9 +134,7 @@ class VllmServer(ServerProcess):
             if preload:
                 before = env.get("LD_PRELOAD")
                 env["LD_PRELOAD"] = ":".join([*preload, *([before] if before else [])])
-        elif self.launch.gpu_ids:
-            env["CUDA_VISIBLE_DEVICES"] = ",".join(self.launch.gpu_ids)
-        return env
+        return env | visibility(self.launch.gpu_ids)
 
     def preloads(self) -> list[str]:
         """Libraries to preload on a CPU, those that are there."""

@@ -348,7 +348,13 @@ def _assign(config: dict[str, Any], key: str, value: Any) -> None:
 
 
 def resolve_cores(hardware: dict[str, Any]) -> dict[str, Any]:
-    """Replace `auto` cores by this machine's: the last core is the client's, the others the server's."""
+    """Replace `auto` cores by this machine's: the last core is the client's, the others the server's.
+
+    With GPUs nothing is bound: visits run side by side, and on a cluster the node that will serve has other cores than
+    the machine that plans.
+    """
+    if hardware.get("gpus"):
+        return hardware | {key: [] for key in ("server_cores", "client_cores") if hardware.get(key) == "auto"}
     available = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0, 1]
     server = available[:-1] or available
     resolved = dict(hardware)

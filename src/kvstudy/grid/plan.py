@@ -13,6 +13,8 @@ import os
 import random
 import re
 import tomllib
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -190,13 +192,14 @@ def make_plan(conf: Path, overrides: list[str]) -> Plan:
         else:
             _check_size(cell)
             reason = unsupported(cell) or _too_long(cell)
+        dumped = cell.model_dump(mode="json")
         for rule in study.leave_out:
-            if _matches(cell.model_dump(mode="json"), rule["when"]):
+            if _matches(dumped, rule["when"]):
                 reason = rule["reason"]
         if reason:
             left_out[cell.cell_slug] = reason
             continue
-        if cell.hardware.device == "cuda" and cell.model.gpus > cell.hardware.gpus:
+        if cell.devices > cell.hardware.gpus:
             raise ConfigError(
                 f"{cell.cell_slug} needs {cell.model.gpus} GPUs and hardware.gpus is {cell.hardware.gpus}; "
                 "raise hardware.gpus or leave the model out"
@@ -261,7 +264,7 @@ def _visits(study: str, cells: list[Cell]) -> tuple[Visit, ...]:
                 deployment=members[0].deployment,
                 cells=tuple(loads),
                 priority=len(order) - position,
-                gpus=members[0].model.gpus if members[0].hardware.device == "cuda" else 0,
+                gpus=members[0].devices,
             )
         )
     return tuple(visits)
@@ -308,22 +311,28 @@ def write_plan(plan: Plan, results: Path, key: str = "") -> Path:
     """Write plan.json and one file a visit; files that say the same already are left untouched."""
     layout = store.Layout(results)
     of_cell = {cell.cell_id: visit.id for visit in plan.visits for cell in visit.cells}
-    for visit in plan.visits:
-        store.write_json(layout.visit(plan.name, visit.id), visit.model_dump(mode="json"))
-    for asked in plan.quality:
-        store.write_json(layout.quality_visit(plan.name, asked.id), asked.model_dump(mode="json"))
-    wanted = {f"{name}.json" for name in (*(v.id for v in plan.visits), *(v.id for v in plan.quality))}
-    for path in (layout.visit(plan.name, "x"), layout.quality_visit(plan.name, "x")):
-        for stale in path.parent.glob("*.json"):
+
+    def write(item: tuple[Path, Visit | QualityVisit]) -> None:
+        store.write_text(item[0], item[1].model_dump_json(indent=1) + "\n")
+
+    files: list[tuple[Path, Visit | QualityVisit]] = [
+        *((layout.visit(plan.name, visit.id), visit) for visit in plan.visits),
+        *((layout.quality_visit(plan.name, asked.id), asked) for asked in plan.quality),
+    ]
+    # Side by side, because each file waits for the disk: thousands in a row would take most of a minute.
+    with ThreadPoolExecutor(16) as writers:
+        list(writers.map(write, files))
+    wanted = {file.name for file, _ in files}
+    for folder in (layout.visit(plan.name, "x"), layout.quality_visit(plan.name, "x")):
+        for stale in folder.parent.glob("*.json"):
             if stale.name not in wanted:
                 stale.unlink()
     scored = [cell for asked in plan.quality for cell in asked.cells]
     for name, model in {model_id(cell): cell.model for cell in (*plan.cells, *scored)}.items():
         store.write_json(results / "plan" / "models" / f"{name}.json", model.model_dump(mode="json"))
     path = layout.plan(plan.name)
-    value = {
-        "study": plan.study,
-        "cells": [
+    entries: dict[str, Iterable[dict[str, Any]]] = {
+        "cells": (
             {
                 "id": cell.cell_id,
                 "deployment": cell.deployment.id,
@@ -331,8 +340,8 @@ def write_plan(plan: Plan, results: Path, key: str = "") -> Path:
                 "config": cell.model_dump(mode="json"),
             }
             for cell in plan.cells
-        ],
-        "visits": [
+        ),
+        "visits": (
             {
                 "id": visit.id,
                 "cells": [cell.cell_id for cell in visit.cells],
@@ -340,15 +349,20 @@ def write_plan(plan: Plan, results: Path, key: str = "") -> Path:
                 "gpus": visit.gpus,
             }
             for visit in plan.visits
-        ],
-        "left_out": [{"cell": entry.cell, "reason": entry.reason} for entry in plan.left_out],
-        "quality": [
+        ),
+        "left_out": ({"cell": entry.cell, "reason": entry.reason} for entry in plan.left_out),
+        "quality": (
             {"id": cell.cell_id, "deployment": cell.deployment.id, "config": cell.model_dump(mode="json")}
             for cell in scored
-        ],
-        "quality_visits": [{"id": asked.id, "cells": [cell.cell_id for cell in asked.cells]} for asked in plan.quality],
+        ),
+        "quality_visits": ({"id": asked.id, "cells": [cell.cell_id for cell in asked.cells]} for asked in plan.quality),
     }
-    store.write_json(path, value)
+    # A line an entry: Python's encoder is ten times slower when it indents.
+    parts = [f'"study": {json.dumps(plan.study, ensure_ascii=False)}']
+    for name, rows in entries.items():
+        lines = ",\n".join(json.dumps(row, ensure_ascii=False, allow_nan=False) for row in rows)
+        parts.append(f'"{name}": [\n{lines}\n]')
+    store.write_text(path, "{\n" + ",\n".join(parts) + "\n}\n")
     # The key lies apart: a comment in conf/ changes it and must not make plan.json look new.
     store.write_text(path.with_name("plan.key"), key)
     return path
@@ -386,6 +400,13 @@ def plan_study(root: Path, overrides: list[str], results: Path, cached: bool = T
         if marker.is_file() and not all(store.is_whole(layout.cell(c.cell_id)) for c in asked.cells):
             marker.unlink()
     return plan
+
+
+def planned_study(overrides: list[str], results: Path) -> Plan | None:
+    """The plan last made of the study that `overrides` name, whatever has changed since; None if there is none."""
+    name = _named_study(overrides)
+    path = store.Layout(results).plan(name) if name else None
+    return load_plan(path) if path is not None and path.is_file() else None
 
 
 def _named_study(overrides: list[str]) -> str | None:

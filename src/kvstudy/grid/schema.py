@@ -10,12 +10,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
 #: Fields that cannot change a measured number.
-NOT_IDENTITY = frozenset({"title", "bring_up_s"})
+NOT_IDENTITY = frozenset({"title", "bring_up_s", "cluster"})
 
 
 class Strict(BaseModel):
@@ -330,8 +332,21 @@ def load_label(load: Load) -> str:
     return f"r{number(load.rate)}"
 
 
+class Cluster(Strict):
+    """What a job asks of a cluster beside its devices. Nothing here changes what is measured."""
+
+    partition: str | None = None
+    gpu_model: str | None = None  # as SLURM's gres names it
+    cpus_per_gpu: PositiveInt = 4
+    spare_memory_mib: PositiveInt = 4096  # client, Python, the framework's own code
+    spare_minutes: PositiveInt = 10  # imports, drawing the workload, a restart of the server
+
+
 class Hardware(Strict):
-    """The machine as the study wants it used. `server_cores` and `client_cores` are disjoint CPU ids."""
+    """The machine as the study wants it used. `server_cores` and `client_cores` are disjoint CPU ids, empty: any.
+
+    With `gpus`, a deployment holds `model.gpus` of them for as long as it is up.
+    """
 
     name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]*$")
     title: str = Field(default="")
@@ -341,6 +356,13 @@ class Hardware(Strict):
     client_cores: tuple[int, ...]
     memory_limit_gib: PositiveFloat | None = None
     link_gbps: PositiveFloat | None = None
+    cluster: Cluster = Cluster()
+
+    @model_validator(mode="after")
+    def _cuda_has_gpus(self) -> Hardware:
+        if self.device == "cuda" and not self.gpus:
+            raise ValueError("device 'cuda' needs gpus, the number that the machine has")
+        return self
 
 
 class Budget(Strict):
@@ -660,7 +682,11 @@ def digest(value: Any) -> str:
 def identity(value: Any) -> Any:
     """A dumped record without the fields that cannot change a measured number."""
     if isinstance(value, dict):
-        return {key: identity(inner) for key, inner in value.items() if key not in NOT_IDENTITY}
+        return {
+            key: identity(inner) if isinstance(inner, dict | list) else inner
+            for key, inner in value.items()
+            if key not in NOT_IDENTITY
+        }
     if isinstance(value, list):
         return [identity(inner) for inner in value]
     return value
@@ -694,10 +720,22 @@ class Deployment(Strict):
         parts = [self.framework.label, self.model.name, f"b{share}", f"kv{number(self.kv_memory_mib)}"]
         return "_".join(parts)
 
-    @property
+    @cached_property
     def id(self) -> str:
         """Readable name and content hash; the same deployment has the same id in every study."""
         return f"{self.slug}-{content_hash(self)}"
+
+    @property
+    def devices(self) -> int:
+        """GPUs that it holds while it is up; 0: it has a machine without GPUs to itself."""
+        return self.model.gpus if self.hardware.gpus else 0
+
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy that works out its own names: pydantic's would keep the original's."""
+        copy = super().model_copy(update=update, deep=deep)
+        for name in ("id", "cell_id", "deployment"):
+            copy.__dict__.pop(name, None)
+        return copy
 
 
 class Cell(Deployment):
@@ -714,7 +752,7 @@ class Cell(Deployment):
             raise ValueError(f"workload '{self.workload.name}' takes its lengths from a trace: it needs load=trace")
         return self
 
-    @property
+    @cached_property
     def deployment(self) -> Deployment:
         """The part of the cell that is brought up."""
         return Deployment(**{name: getattr(self, name) for name in Deployment.model_fields})
@@ -724,7 +762,7 @@ class Cell(Deployment):
         """Readable part of the cell's name."""
         return f"{self.slug}_{self.workload.name}_{self.load.name}-{load_label(self.load)}_s{self.seed}"
 
-    @property
+    @cached_property
     def cell_id(self) -> str:
         """Readable name and hash of the resolved config: the cell's folder in the store."""
         return f"{self.cell_slug}-{content_hash(self)}"

@@ -104,6 +104,10 @@ class Layout:
         """Locked by whoever fills this folder: one workflow at a time."""
         return self.root / ".lock"
 
+    def state(self, study: str, visit_id: str) -> Path:
+        """What a visit that is not done is doing: `measure.state`."""
+        return self.root / study / "running" / f"{visit_id}.json"
+
     def tracking(self, study: str) -> Path:
         """Which MLflow run holds which cell: written when MLflow agrees with the store."""
         return self.root / "tracking" / f"{study}.json"

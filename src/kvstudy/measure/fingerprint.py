@@ -19,6 +19,7 @@ from typing import Any
 
 import psutil
 
+from kvstudy.frameworks.lease import nvidia_smi
 from kvstudy.grid.schema import digest
 from kvstudy.grid.secrets import redact
 
@@ -49,22 +50,8 @@ def _cpu_flags() -> list[str]:
 
 
 def _gpus() -> list[dict[str, Any]]:
-    try:
-        answer = subprocess.run(
-            ["nvidia-smi", "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=30,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    found = []
-    for line in answer.stdout.splitlines():
-        parts = [part.strip() for part in line.split(",")]
-        if len(parts) == 3:
-            found.append({"name": parts[0], "memory_mib": parts[1], "driver": parts[2]})
-    return found
+    rows = nvidia_smi("name", "memory.total", "driver_version")
+    return [{"name": name, "memory_mib": memory, "driver": driver} for name, memory, driver in rows]
 
 
 def stable() -> dict[str, Any]:

@@ -1,31 +1,128 @@
-"""How far a study is, in one phrase: cells done, and how long the rest will take by the pace so far."""
+"""How far a study is: cells done, running, failed and left, and when the rest will be done by the pace so far.
+
+Reads the plan as it was last made and what visits left behind; writes nothing, so it can be asked while Snakemake runs.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import random
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
-from kvstudy.grid.store import Layout, is_whole, read_summary
+from kvstudy.grid.store import LOG, SUMMARY, Layout, read_summary
+from kvstudy.measure import state
 
 #: Seconds a cell takes for each second of its load, bring-up shared out, until the study's own pace is known.
 PACE = 1.6
+#: Cells whose pace is looked at; more say no more, and a cell of ten thousand must not read all the others.
+ENOUGH = 40
+#: Failed cells that are listed; a fault of the installation fails all of a framework's.
+LISTED = 20
+
+
+@dataclass(frozen=True)
+class Planned:
+    """What progress needs of a plan: seconds of load by cell, and the cells of each visit."""
+
+    cells: dict[str, float]
+    visits: dict[str, tuple[str, ...]]
+    quality: tuple[str, ...] = ()
+
+
+@dataclass
+class Progress:
+    """Cells of a study by what became of them, and seconds until the rest is done."""
+
+    planned: Planned
+    done: list[str]
+    scored: int = 0  # quality cells, which belong to no visit
+    running: list[state.State] = field(default_factory=list)
+    failed: dict[str, state.State] = field(default_factory=dict)  # by cell: its visit ended without it
+    left_s: float = 0.0
+
+    @property
+    def left(self) -> list[str]:
+        """Cells that wait for their turn."""
+        apart = {*self.done, *self.failed, *(item.cell for item in self.running)}
+        return [cell for cell in self.planned.cells if cell not in apart]
+
+
+def read_planned(path: Path) -> Planned | None:
+    """The plan in a file; None where there is none."""
+    try:
+        return _planned(path, path.stat().st_mtime_ns)
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+@lru_cache(maxsize=4)
+def _planned(path: Path, _: int) -> Planned:
+    raw = json.loads(path.read_text(encoding="utf-8"))
+    return Planned(
+        cells={cell["id"]: _load_s(cell["config"]["load"]) for cell in raw["cells"]},
+        visits={visit["id"]: tuple(visit["cells"]) for visit in raw["visits"]},
+        quality=tuple(cell["id"] for cell in raw.get("quality", [])),
+    )
+
+
+def _load_s(load: dict[str, Any]) -> float:
+    return float(load["duration_s"]) * float(load.get("probes", 1))
+
+
+def read_progress(study: str, layout: Layout) -> Progress | None:
+    """How far a study is; None where it has no plan."""
+    planned = read_planned(layout.plan(study))
+    if planned is None:
+        return None
+    try:
+        # One listing for ten thousand questions. A folder is renamed into place, so that it is there means it is whole.
+        stored = set(os.listdir(layout.root / "store"))
+    except FileNotFoundError:
+        stored = set()
+    scored = sum(cell in stored for cell in planned.quality)
+    found = Progress(planned, [cell for cell in planned.cells if cell in stored], scored)
+    for path in sorted(layout.state(study, "x").parent.glob("*.json")):
+        seen = state.read(path)
+        if seen is None or seen.visit not in planned.visits:
+            continue
+        missing = [cell for cell in planned.visits[seen.visit] if cell not in stored]
+        if seen.doing == "running" and seen.alive():
+            if missing:
+                found.running.append(seen)
+        elif seen.doing != "interrupted":
+            found.failed |= dict.fromkeys(missing, seen)
+    found.left_s = _seconds_left(found, layout)
+    return found
+
+
+def _seconds_left(found: Progress, layout: Layout) -> float:
+    planned = found.planned
+    sharing = {cell: len(members) for members in planned.visits.values() for cell in members}
+    sample = random.Random(0).sample(found.done, min(ENOUGH, len(found.done)))
+    took = [(_seconds(layout.cell(cell), sharing.get(cell, 1)), planned.cells[cell]) for cell in sample]
+    known = [(seconds, load) for seconds, load in took if seconds is not None]
+    pace = sum(seconds for seconds, _ in known) / sum(load for _, load in known) if known else PACE
+    apart = {*found.done, *found.failed}
+    rest = pace * sum(load for cell, load in planned.cells.items() if cell not in apart)
+    return rest / max(1, len(found.running))
 
 
 def of_study(study: str, layout: Layout) -> str:
     """`study quick: 5 of 16 cells done, about 8 min left`; empty where the plan cannot be read."""
-    try:
-        plan = json.loads(layout.plan(study).read_text(encoding="utf-8"))
-        cells = {cell["id"]: float(cell["config"]["load"]["duration_s"]) for cell in plan["cells"]}
-        visits = [visit["cells"] for visit in plan["visits"]]
-    except (OSError, ValueError, KeyError):
+    found = read_progress(study, layout)
+    if found is None:
         return ""
-    sharing = {cell: len(members) for members in visits for cell in members}
-    done = [cell for cell in cells if is_whole(layout.cell(cell))]
-    took = [(_seconds(layout.cell(cell), sharing.get(cell, 1)), cells[cell]) for cell in done]
-    known = [(seconds, load) for seconds, load in took if seconds is not None]
-    pace = sum(seconds for seconds, _ in known) / sum(load for _, load in known) if known else PACE
-    left = pace * sum(load for cell, load in cells.items() if cell not in set(done))
-    return f"study {study}: {len(done)} of {len(cells)} cells done, about {_span(left)} left"
+    return f"study {study}: {len(found.done)} of {len(found.planned.cells)} cells done, about {span(found.left_s)} left"
 
 
 def _seconds(cell_dir: Path, sharing: int) -> float | None:
@@ -39,8 +136,92 @@ def _seconds(cell_dir: Path, sharing: int) -> float | None:
     return float(own + shared / sharing)
 
 
-def _span(seconds: float) -> str:
+def span(seconds: float) -> str:
+    """A time as a person says it."""
     if seconds < 90:
         return f"{max(5, round(seconds / 5) * 5):.0f} s"
     minutes = seconds / 60
     return f"{minutes:.0f} min" if minutes < 90 else f"{minutes / 60:.1f} h"
+
+
+# --- kvstudy status ------------------------------------------------------------------------------
+
+_OUTCOME = re.compile(rb'"outcome": *"(\w+)"')
+
+
+def outcome_of(cell_dir: Path) -> str:
+    """Outcome of a stored cell from the head of its summary, without reading all of it."""
+    try:
+        with (cell_dir / SUMMARY).open("rb") as handle:
+            found = _OUTCOME.search(handle.read(2000))
+    except OSError:
+        return "unreadable"
+    return found[1].decode() if found else "unreadable"
+
+
+def report(study: str, layout: Layout, found: Progress, now: float) -> list[str]:
+    """What `kvstudy status` prints."""
+    outcomes = {cell: outcome_of(layout.cell(cell)) for cell in found.done}
+    bad = {cell: outcome for cell, outcome in outcomes.items() if outcome != "ok"}
+    total = len(found.planned.cells)
+    head = (
+        f"study {study}: {total} cells: {len(found.done)} done, {len(found.running)} running, "
+        f"{len(found.failed)} failed, {len(found.left)} left"
+    )
+    if found.running:
+        end = time.strftime("%a %H:%M", time.localtime(now + found.left_s))
+        head += f"; expected end {end}, in about {span(found.left_s)}"
+    elif found.left:
+        head += f"; nothing runs, the rest takes about {span(found.left_s)}"
+    lines = [head]
+    if found.planned.quality:
+        lines.append(f"  quality: {found.scored} of {len(found.planned.quality)} cells scored")
+    for item in found.running:
+        where = f"{item.host}, process {item.pid}"
+        lines.append(f"  running  {item.cell or f'{item.visit} (coming up)'}, for {span(now - item.since)} on {where}")
+    if bad:
+        counted = ", ".join(f"{count} {name}" for name, count in sorted(Counter(bad.values()).items()))
+        lines.append(f"  of those done, {len(bad)} ended badly, which is a result: {counted}")
+        for cell in list(bad)[:LISTED]:
+            cause = read_summary(layout.cell(cell)).get("cause") or "no cause given"
+            lines.append(f"    {cell}\n      {bad[cell]}: {cause}\n      log: {layout.cell(cell) / LOG}")
+        lines += _more(len(bad))
+    if found.failed:
+        lines.append(f"  {len(found.failed)} failed and have no result; run snakemake again when the cause is gone")
+        for cell, seen in list(found.failed.items())[:LISTED]:
+            cause = seen.cause or f"ended without a word: killed, or the machine went down{_last_line(seen.log)}"
+            lines.append(f"    {cell}\n      {cause}\n      log: {seen.log or 'none was kept'}")
+        lines += _more(len(found.failed))
+    return lines
+
+
+def _last_line(log: str | None) -> str:
+    try:
+        lines = Path(log or "").read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    except OSError:
+        return ""
+    return f"; its log ends: {lines[-1].strip()[:200]}" if lines else ""
+
+
+def _more(count: int) -> list[str]:
+    return [f"    and {count - LISTED} more"] if count > LISTED else []
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Command line: `kvstudy status study=NAME`. Exit code 1: something failed; 2: there is no such plan."""
+    parser = argparse.ArgumentParser(
+        prog="kvstudy status", description="What of a study is done, running, failed and left, and when it will end."
+    )
+    parser.add_argument("study", metavar="study=NAME", nargs="?", default="study=quick")
+    parser.add_argument("--results", type=Path, default=Path("results"), help="default: ./results")
+    options = parser.parse_args(argv)
+    name = options.study.removeprefix("study=")
+    layout = Layout(options.results)
+    found = read_progress(name, layout) if re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name) else None
+    if found is None:
+        plans = sorted(path.parent.name for path in (options.results / "plan").glob("*/plan.json"))
+        known = f"plans here: {', '.join(plans)}" if plans else f"no plan in {options.results}: run snakemake first"
+        print(f"kvstudy status: no plan of a study '{name}'; {known}", file=sys.stderr)
+        return 2
+    print("\n".join(report(name, layout, found, time.time())))
+    return 1 if found.failed else 0

@@ -30,6 +30,7 @@ from urllib.error import HTTPError
 import numpy as np
 import numpy.typing as npt
 import pandas as pd
+import psutil
 import pyarrow.parquet as pq
 import yaml
 
@@ -46,6 +47,7 @@ from kvstudy.load import client, workload
 from kvstudy.load.arrivals import ArrivalError, schedule
 from kvstudy.load.text import TextError
 from kvstudy.measure import capacity, fingerprint, gates, metrics, progress
+from kvstudy.measure import state as states
 from kvstudy.measure.memory import Sampler
 
 MAX_RESTARTS = 3
@@ -139,6 +141,7 @@ class Measuring:
         *,
         freeze: Path | None = None,
         order_seed: str = "",
+        journal: states.Journal | None = None,
     ) -> None:
         self.visit = visit
         self.layout = layout
@@ -151,6 +154,8 @@ class Measuring:
         self._order_seed = order_seed or visit.id
         self._total = len(visit.cells)
         self._restarts = 0
+        self._gpu_ids: tuple[str, ...] = ()
+        self._journal = journal
 
     def run(self) -> Outcomes:
         """Serve every cell that is not whole.
@@ -174,12 +179,12 @@ class Measuring:
         todo.sort(key=lambda cell: order[cell.cell_id])
         workloads = {cell.cell_id: self._workload(cell) for cell in todo}
         hardware = self.visit.deployment.hardware
-        gpus = self.visit.deployment.model.gpus if hardware.device == "cuda" else 0
         _pin(hardware.client_cores)
         with (
             tempfile.TemporaryDirectory(prefix="kvstudy-visit-") as work,
-            lease(gpus, say=say) as held,
+            lease(self.visit.deployment.devices, say=say) as held,
         ):
+            self._gpu_ids = held.gpu_ids
             # Whoever held the lease until now may have measured some of them.
             todo = self._missing(todo)
             for folder in ("store", "workloads"):
@@ -307,6 +312,8 @@ class Measuring:
     ) -> bool:
         """Offer a cell's load and write its folder. Returns whether the server still lives."""
         done = len(self.outcomes.cells) + 1
+        if self._journal is not None:
+            self._journal.running(cell.cell_id)
         far = progress.of_study(self.visit.study, self.layout)
         say(f"measuring {cell.cell_slug} ({done}/{self._total} of this visit)" + (f"; {far}" if far else ""))
         drawn = _drawn(folder)
@@ -632,6 +639,7 @@ class Measuring:
             "hardware": self.hardware,
             "fingerprint": self.fingerprint,
             "conditions": fingerprint.volatile(),
+            "gpu_ids": list(self._gpu_ids),
             "server_cores": list(cell.hardware.server_cores),
             "client_cores": list(cell.hardware.client_cores),
             "framework": framework,
@@ -918,6 +926,7 @@ def measure_visit(
     freeze: Path | None = None,
     make: MakeServer | None = None,
     model_dir: Path | None = None,
+    journal: states.Journal | None = None,
 ) -> Outcomes:
     """Measure a visit into `results`. Raises `Fault`; see `Measuring`."""
     layout = Layout(results)
@@ -933,7 +942,7 @@ def measure_visit(
             def make(work: Path, held: Lease) -> BroughtUp:
                 return make_server(deployment, folder, environment, work, held)
 
-        return Measuring(visit, layout, folder, make, freeze=freeze).run()
+        return Measuring(visit, layout, folder, make, freeze=freeze, journal=journal).run()
     except Unavailable as error:
         raise Fault(str(error)) from error
 
@@ -947,7 +956,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--freeze", "--env-freeze", type=Path, help="freeze file of the framework's environment")
     parser.add_argument("--cell", help="only this cell of the visit")
     parser.add_argument("--log", type=Path, help="also write the progress there")
+    parser.add_argument(
+        "--attempt", type=int, default=1, help="a retry ends at once where the last try ended in a fault"
+    )
     options = parser.parse_args(arguments)
+    begun = psutil.Process().create_time()
+    journal: states.Journal | None = None
     if options.log is not None:
         sys.stderr = _Tee(options.log)
 
@@ -958,12 +972,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         signal.signal(number, interrupted)
     try:
         visit = read_visit(options.visit)
+        path = Layout(options.results).state(visit.study, visit.id)
+        before = states.read(path)
+        if options.attempt > 1 and before is not None and before.doing == "failed":
+            say(f"kvstudy measure: not tried again, since that would change nothing: {before.cause}")
+            return 2
+        journal = states.Journal(path, visit.id, options.log)
+        journal.running()
         if options.cell is not None:
             cells = tuple(cell for cell in visit.cells if cell.cell_id == options.cell)
             if not cells:
                 raise Fault(f"visit {visit.id} has no cell {options.cell}")
             visit = visit.model_copy(update={"cells": cells})
-        outcomes = measure_visit(visit, options.results, freeze=options.freeze)
+        outcomes = measure_visit(visit, options.results, freeze=options.freeze, journal=journal)
+        outcomes.timings["job_s"] = time.time() - begun  # the visit, and Python's start
         store.sweep(options.marker.parent)
         store.write_json(
             options.marker,
@@ -974,19 +996,31 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 "cells": [{"cell": name, "outcome": outcome} for name, outcome in outcomes.cells.items()],
             },
         )
+        journal.done()
     except (Fault, Unavailable) as error:
         say(f"kvstudy measure: {' '.join(str(error).split())}")
+        _note(journal, "failed", str(error))
         if isinstance(error, Fault) and error.detail and options.log is not None:
             with contextlib.suppress(OSError), options.log.open("a", encoding="utf-8") as log:
                 log.write(redact(f"--- server ---\n{error.detail}"))
         return 2
     except KeyboardInterrupt:
         say("kvstudy measure: interrupted; the server is stopped, finished cells stay, run again to go on")
+        _note(journal, "interrupted", "interrupted")
         return 130
     except OSError as error:
-        say(f"kvstudy measure: {cannot_write(error, options.results)}; finished cells stay")
+        cause = cannot_write(error, options.results)
+        say(f"kvstudy measure: {cause}; finished cells stay")
+        _note(journal, "stopped", cause)
         return 2
     return 0
+
+
+def _note(journal: states.Journal | None, doing: states.Doing, cause: str) -> None:
+    """Leave word of an end; a full disk must not hide what ended the visit."""
+    if journal is not None:
+        with contextlib.suppress(OSError):
+            journal.ended(doing, cause)
 
 
 if __name__ == "__main__":
