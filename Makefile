@@ -31,6 +31,11 @@ test: setup lint  ## what CI runs
 test-long: setup  ## trials that take minutes
 	pytest -m long
 
+test-slurm: setup  ## a grid through a real SLURM of one node, where SLURM can be had
+	@tests/slurm/ready.sh; code=$$?; test $$code = 77 || { test $$code = 0 && \
+	  $(BIN)/python -m pip install --quiet --disable-pip-version-check -c envs/kvstudy/constraints.txt -e '.[slurm]' && \
+	  pytest -m slurm -rs; }
+
 lint: setup
 	ruff check . && ruff format --check .
 	mypy

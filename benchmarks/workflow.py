@@ -16,7 +16,6 @@ import itertools
 import json
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -35,6 +34,16 @@ ROOT = Path(__file__).resolve().parents[1]
 DEPLOYMENTS = 8
 RATES = (0.5, 1.0, 1.5, 2.0, 2.5)
 MIB = 1 << 20
+#: Stages, in order, with the seconds that 10,000 cells may take.
+STAGES: dict[str, float | None] = {
+    "compose": 10.0,
+    "plan again": None,
+    "dry run": 60.0,
+    "analyse": 30.0,
+    "track": None,
+    "track again": None,
+    "status": None,
+}
 
 
 @dataclass(frozen=True)
@@ -172,46 +181,50 @@ def fill(results: Path, study: str) -> int:
 # --- the numbers ---------------------------------------------------------------------------------
 
 
-def costs(cells: int, work: Path) -> tuple[int, dict[str, Ran]]:
+def costs(cells: int, work: Path, stages: Sequence[str]) -> tuple[int, dict[str, Ran]]:
     """Each stage at one size. The study is composed twice: anew, and as every later start of Snakemake finds it."""
-    results = work / f"results-{cells}"
-    config = ["--config", f"results={results}", "study=quick"]
-    dotted = overrides(cells)[1:]
-    found = {"compose": kvstudy("grid", "--json", *overrides(cells), "--results", str(results))}
-    found["plan again"] = kvstudy("grid", "--json", *overrides(cells), "--results", str(results))
+    results, alone = work / f"results-{cells}", work / f"alone-{cells}"
+    asked = [*overrides(cells), "--results", str(results)]
+    single = json.dumps([*overrides(cells)[1:], "sweep=cell"])
+    config = ["--config", f"results={alone}", "study=quick", f"overrides={single}"]
+    commands = {
+        "compose": lambda: kvstudy("grid", "--json", *asked),
+        "plan again": lambda: kvstudy("grid", "--json", *asked),
+        "dry run": lambda: run(
+            *(sys.executable, "-m", "snakemake", "--cores", "2", "--dry-run", "--quiet", "all", *config)
+        ),
+        "analyse": lambda: kvstudy("analyse", *asked),
+        "track": lambda: kvstudy("track", *asked),
+        "track again": lambda: kvstudy("track", *asked),
+        "status": lambda: kvstudy("status", "study=quick", "--results", str(results)),
+    }
+    found = {"compose": commands["compose"]()}
     count = fill(results, "quick")
-    alone = work / f"alone-{cells}"
-    config = ["--config", f"results={alone}", "study=quick", f"overrides={json.dumps([*dotted, 'sweep=cell'])}"]
-    found["dry run"] = run(sys.executable, "-m", "snakemake", "--cores", "2", "--dry-run", "--quiet", "all", *config)
-    shutil.rmtree(alone)
-    found["analyse"] = kvstudy("analyse", *overrides(cells), "--results", str(results))
-    found["track"] = kvstudy("track", *overrides(cells), "--results", str(results))
-    found["track again"] = kvstudy("track", *overrides(cells), "--results", str(results))
-    found["status"] = kvstudy("status", "study=quick", "--results", str(results))
+    found |= {name: commands[name]() for name in stages if name != "compose"}
     return count, found
 
 
-def scale(cells: int) -> list[Row]:
+def scale(cells: int, stages: Sequence[str]) -> list[Row]:
     """Rows at `cells`, and the growth from a hundredth of them."""
     with tempfile.TemporaryDirectory(prefix="kvstudy-bench-") as folder:
-        few, small = costs(max(40, cells // 100), Path(folder))
-        many, large = costs(cells, Path(folder))
-    nothing = kvstudy("track", "--help").seconds
+        few, small = costs(max(40, cells // 100), Path(folder), stages)
+        many, large = costs(cells, Path(folder), stages)
     rows = []
-    targets = {"compose": 10.0, "dry run": 60.0, "analyse": 30.0}
     for name, ran in large.items():
-        target = targets.get(name)
+        target = STAGES[name]
         met = None if target is None else ran.seconds <= target * max(1.0, many / 10_000)
         rows.append(Row(f"{name}, {many} cells", ran.seconds, "s", target=target, met=met))
         rows.append(Row(f"{name}, {few} cells", small[name].seconds, "s"))
-        # Above 1 the cost of a cell grows with the number of cells.
-        slope = (ran.seconds - small[name].seconds) / (many - few) * many / ran.seconds
-        rows.append(Row(f"{name}, share of the cost that grows with cells", slope, ""))
-    peak = large["analyse"].peak_mib
-    rows.append(Row(f"analyse, {many} cells: peak memory", peak, "MiB", target=2000.0, met=peak < 2000.0))
-    rows.append(Row(f"dry run, {many} cells: peak memory", large["dry run"].peak_mib, "MiB"))
-    rate = many / (large["track"].seconds - nothing)
-    rows.append(Row(f"track, {many} cells", rate, "runs/s", target=40.0, met=rate >= 40.0))
+        more = (ran.seconds - small[name].seconds) / (many - few)
+        rows.append(Row(f"{name}, each further cell", 1e3 * more, "ms"))
+    if "analyse" in large:
+        peak = large["analyse"].peak_mib
+        rows.append(Row(f"analyse, {many} cells: peak memory", peak, "MiB", target=2000.0, met=peak < 2000.0))
+    if "dry run" in large:
+        rows.append(Row(f"dry run, {many} cells: peak memory", large["dry run"].peak_mib, "MiB"))
+    if "track" in large:
+        rate = (many - few) / (large["track"].seconds - small["track"].seconds)
+        rows.append(Row(f"track, {few} to {many} cells", rate, "runs/s", target=40.0, met=rate >= 40.0))
     return rows
 
 
@@ -291,11 +304,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cells", type=int, default=10_000)
+    parser.add_argument("--stages", nargs="+", choices=list(STAGES), default=list(STAGES), help="only these")
     parser.add_argument("--overhead", type=Path, metavar="RESULTS", help="split the wall time of a finished study")
     parser.add_argument("--study", default="quick")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output")
     options = parser.parse_args(argv)
-    found = overhead(options.overhead, options.study) if options.overhead else scale(options.cells)
+    found = overhead(options.overhead, options.study) if options.overhead else scale(options.cells, options.stages)
     emit(found, options.json)
 
 

@@ -71,7 +71,7 @@ def test_vllm_s_own_answers_hold_the_same_bytes(tmp_path: Path) -> None:
     assert away.asked()["kv_cache_dtype"] == "auto"
 
 
-def test_vllm_gets_the_same_pool_and_all_it_needs(tmp_path: Path) -> None:
+def test_vllm_gets_the_same_pool_and_all_it_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server = VllmServer(launch(Vllm(), tmp_path))
     command, env = server.command(), server.environment()
     block = 32 * CARD["kv_bytes_per_token"]
@@ -83,6 +83,11 @@ def test_vllm_gets_the_same_pool_and_all_it_needs(tmp_path: Path) -> None:
     assert "--kv-cache-dtype" not in command and "--kv-offloading-size" not in command
     assert env["VLLM_CPU_OMP_THREADS_BIND"] == str(CORES[0])
     assert env["VLLM_NO_USAGE_STATS"] == "1" and "PYTHONPATH" not in env
+    posted: list[str] = []
+    monkeypatch.setattr(http, "request", lambda url, **_: posted.append(url) or "")
+    server.reset()
+    VllmServer(launch(Vllm(prefix_caching=True), tmp_path)).reset()
+    assert [url.rpartition("/")[2] for url in posted] == ["reset_prefix_cache"]
     cached = VllmServer(launch(Vllm(prefix_caching=True, enforce_eager=False), tmp_path)).command()
     assert "--enable-prefix-caching" in cached and "--enforce-eager" not in cached
     with pytest.raises(Unavailable, match="no vllm environment"):

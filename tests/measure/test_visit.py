@@ -44,7 +44,7 @@ from kvstudy.grid.schema import (
 from kvstudy.load.mock import Script
 from kvstudy.load.text import read_text
 from kvstudy.measure import visit as measuring
-from kvstudy.measure.visit import Fault, Measuring, measure_visit
+from kvstudy.measure.visit import Allotted, Fault, Measuring, measure_visit
 
 CORES = sorted(os.sched_getaffinity(0))
 TEXT = TextSource(kind="jsonl", path=str(Path(tempfile.gettempdir()) / f"kvstudy-test-text-{os.getuid()}.jsonl"))
@@ -369,3 +369,38 @@ def test_the_order_is_seeded_and_not_the_plans(model_dir: Path, results: Path) -
     job.run()
     assert sorted(served) == sorted(item.cell_id for item in cells)
     assert served != [item.cell_id for item in cells]
+
+
+def test_what_a_cluster_ends_is_no_result(model_dir: Path, results: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job's memory is what was asked of SLURM, not the deployment's limit: the retry asks for more."""
+    monkeypatch.setattr(MockServer, "killed", lambda self: self.failure() is not None)
+    dying = Script(first_s=0.01, die_after=8)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with pytest.raises(Allotted, match="killed"):
+        measure_visit(visit_of(cell()), results, make=maker(model_dir, dying), model_dir=model_dir)
+    assert not summaries(results)
+    monkeypatch.delenv("SLURM_JOB_ID")
+    outcomes = measure_visit(visit_of(cell()), results, make=maker(model_dir, dying), model_dir=model_dir)
+    assert list(outcomes.cells.values()) == ["crashed"]
+
+
+def test_each_load_finds_a_server_that_has_forgotten_the_last(
+    model_dir: Path, results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One bring-up serves both loads; peaks and caches are cleared before each and after the warm-up."""
+    events: list[str] = []
+    offer, reset, bring_up = measuring.client.run, MockServer.reset, MockServer.bring_up
+
+    def seen(what: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            events.append(what)
+            return call(*args, **kwargs)
+
+        return wrapper
+
+    monkeypatch.setattr(measuring.client, "run", seen("load", offer))
+    monkeypatch.setattr(MockServer, "reset", seen("reset", reset))
+    monkeypatch.setattr(MockServer, "bring_up", seen("up", bring_up))
+    cells = (cell(), cell(PoissonLoad(rate=40, duration_s=1.0)))
+    measure_visit(visit_of(*cells), results, make=maker(model_dir, Script(first_s=0.01)), model_dir=model_dir)
+    assert events == ["up", "load", "reset", "load", "reset", "load"]

@@ -9,7 +9,7 @@ host=$(hostname -s)
 # A job's step finds the configuration at its compiled-in place only: Snakemake's plugin drops SLURM_CONF on the way.
 if [ -e /etc/slurm/slurm.conf ] && [ "$(readlink /etc/slurm/slurm.conf)" != "$folder/etc/slurm.conf" ]; then
   echo "up.sh: /etc/slurm/slurm.conf is there already: this machine has a SLURM of its own" >&2
-  exit 1
+  exit 77
 fi
 mkdir -p "$folder"/{etc,run,log,state,spool,dev} /etc/slurm
 chmod 700 "$folder"/{state,spool}

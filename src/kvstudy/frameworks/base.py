@@ -125,6 +125,9 @@ class Server(Protocol):
     def death(self) -> Death:
         """The class of its death."""
 
+    def killed(self) -> bool:
+        """Whether SIGKILL ended it, which is never its own doing."""
+
     def stop(self) -> None:
         """Take it down, whatever state it is in; returns when its processes are gone."""
 
@@ -427,6 +430,10 @@ class ServerProcess(ABC):
         if code is None:
             return None
         return last_words(self.log_tail(), code)
+
+    def killed(self) -> bool:
+        """Whether SIGKILL ended it, which is never its own doing."""
+        return self.process is not None and self.process.poll() == -signal.SIGKILL
 
     def death(self) -> Death:
         """The class of its death."""

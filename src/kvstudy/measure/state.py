@@ -2,7 +2,7 @@
 
 The file is there from the moment a visit begins until all of its cells are whole. It says `running`, `failed` (a fault
 of the installation: trying again changes nothing), `stopped` (a full disk) or `interrupted` (by a person or a cluster).
-One that says `running` and whose process is gone was killed. Nobody waits for these files and none of them is needed to go on.
+One that says `running` and whose process is gone was killed. Nobody waits for these files, and none is needed to go on.
 """
 
 from __future__ import annotations

@@ -63,6 +63,10 @@ class Fault(Exception):
         self.detail = detail
 
 
+class Allotted(Fault):
+    """The cluster ended the server: it was given too little, which is no result, and a retry asks for more."""
+
+
 class BroughtUp(Server, Protocol):
     """A server that this module starts."""
 
@@ -227,6 +231,7 @@ class Measuring:
             try:
                 server.bring_up(deployment.framework.bring_up_s, _Ticker("bringing up"))
             except OutOfMemory as error:
+                self._blame_the_cluster(server)
                 for cell in todo:
                     self._write_without_load(cell, "oom", str(error), server)
                 return []
@@ -266,6 +271,15 @@ class Measuring:
             took = time.monotonic() - begun
             self.outcomes.timings["teardown_s"] = took
             say(f"taken down after {took:.1f} s")
+
+    def _blame_the_cluster(self, server: BroughtUp) -> None:
+        """In a SLURM job SIGKILL comes from the limit of the job's memory, which is not the deployment's."""
+        if os.environ.get("SLURM_JOB_ID") and server.killed():
+            raise Allotted(
+                "the server was killed (SIGKILL) in a SLURM job, most likely for want of the job's memory: retries ask "
+                "for more, so does hardware.cluster.spare_memory_mib",
+                server.log_text(),
+            )
 
     def _restart_or_give_up(
         self, remaining: list[Cell], server: BroughtUp, reason: str, *, hangs: bool = False
@@ -325,6 +339,8 @@ class Measuring:
         if offered.broken:
             server.stop()
         alive = server.failure() is None
+        if not alive and not offered.broken:
+            self._blame_the_cluster(server)
         outcome, cause = self._outcome(offered.result, server, offered.broken)
         with _signals_held():
             self._write(
@@ -999,7 +1015,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         journal.done()
     except (Fault, Unavailable) as error:
         say(f"kvstudy measure: {' '.join(str(error).split())}")
-        _note(journal, "failed", str(error))
+        _note(journal, "stopped" if isinstance(error, Allotted) else "failed", str(error))
         if isinstance(error, Fault) and error.detail and options.log is not None:
             with contextlib.suppress(OSError), options.log.open("a", encoding="utf-8") as log:
                 log.write(redact(f"--- server ---\n{error.detail}"))
