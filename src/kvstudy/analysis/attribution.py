@@ -32,7 +32,7 @@ from scipy import stats
 
 from kvstudy.analysis.plan import AnalysisError
 from kvstudy.analysis.replicates import CONFIDENCE, ENOUGH_SEEDS, OVER_SEEDS
-from kvstudy.analysis.table import read_measured, read_table, usable
+from kvstudy.analysis.table import read_columns, read_table, usable
 from kvstudy.grid.store import REQUESTS, Layout
 
 BASELINE = "vllm"
@@ -43,6 +43,7 @@ RESAMPLES = 1000
 
 #: Metrics taken request by request, and their unit before the ratio.
 PAIRED = ("ttft", "tpot", "e2el")
+THROUGHPUT = "throughput.output"
 
 COLUMNS = (
     "part",
@@ -72,6 +73,8 @@ COLUMNS = (
 )
 
 Floats = npt.NDArray[np.float64]
+#: The columns of a cell that comparisons use.
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -79,15 +82,20 @@ class Pair:
     """Two cells that were offered the same requests; the candidate is divided by the baseline."""
 
     part: str
-    baseline: pd.Series
-    candidate: pd.Series
+    baseline: Row
+    candidate: Row
 
 
 def pairs(table: pd.DataFrame) -> Iterator[Pair]:
     """Every comparison that the table allows, in the table's order."""
-    good = table[usable(table)]
-    for _, group in good.groupby("setting", sort=False):
-        rows = [row for _, row in group.iterrows()]
+    wanted = ["setting", "cell", "point", "deployment", "framework", "scheduler", "saturated", *COLUMNS[5:14]]
+    wanted += ["variant", THROUGHPUT, f"{THROUGHPUT}.low", f"{THROUGHPUT}.high"]
+    # Plain rows of few columns: a table has hundreds, and a Series of them for each of many thousand cells takes long.
+    good = table.loc[usable(table), [name for name in dict.fromkeys(wanted) if name in table]]
+    groups: dict[str, list[Row]] = {}
+    for row in good.to_dict("records"):
+        groups.setdefault(row["setting"], []).append({str(name): value for name, value in row.items()})
+    for rows in groups.values():
         released = [row for row in rows if row["framework"] == BASELINE]
         baselines = [row for row in released if row["variant"] == ""] or released
         controls = [row for row in rows if row["framework"] == CONTROL]
@@ -104,36 +112,56 @@ def pairs(table: pd.DataFrame) -> Iterator[Pair]:
             yield from (Pair("total", baseline, policy) for baseline in baselines)
 
 
-def request_times(cell_dir: Path) -> pd.DataFrame:
+@dataclass(frozen=True)
+class Times:
+    """Latencies in seconds of a cell's requests, by metric, in the order of `index`; NaN where one has none.
+
+    Arrays and not a frame: a study compares each of ten thousand cells several times.
+    """
+
+    index: npt.NDArray[np.int64]
+    ok: npt.NDArray[np.bool_]
+    values: dict[str, Floats]
+
+
+def request_times(cell_dir: Path) -> Times:
     """TTFT, TPOT and E2EL of the requests of a cell that finished inside the steady window.
 
     The definitions are DESIGN's: clocks start at the scheduled arrival; TPOT needs two tokens.
     """
-    columns = ["index", "scheduled_s", "first_token_s", "last_token_s", "output_tokens", "status"]
-    columns.append("in_window")
-    frame = read_measured(cell_dir / REQUESTS, columns).set_index("index")
-    frame = frame[frame["in_window"].astype(bool)]
-    tokens = frame["output_tokens"].astype("float64")
-    ok = frame["status"] == "ok"
-    decode = frame["last_token_s"] - frame["first_token_s"]
-    return pd.DataFrame(
+    times = ["scheduled_s", "first_token_s", "last_token_s", "output_tokens"]
+    table = read_columns(cell_dir / REQUESTS, ["index", "status", "in_window", *times])
+    table = table.filter(table["in_window"]).sort_by("index")
+    scheduled, first, last, tokens = (
+        table[name].cast("float64").to_numpy(zero_copy_only=False).astype(np.float64) for name in times
+    )
+    ok = np.array([status == "ok" for status in table["status"].to_pylist()], dtype=bool)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        tpot = (last - first) / (tokens - 1)
+    return Times(
+        table["index"].to_numpy().astype(np.int64),
+        ok,
         {
-            "ttft": (frame["first_token_s"] - frame["scheduled_s"]).where(ok),
-            "tpot": (decode / (tokens - 1)).where(ok & (tokens >= 2)),
-            "e2el": (frame["last_token_s"] - frame["scheduled_s"]).where(ok),
-            "ok": ok,
-        }
+            "ttft": np.where(ok, first - scheduled, np.nan),
+            "tpot": np.where(ok & (tokens >= 2), tpot, np.nan),
+            "e2el": np.where(ok, last - scheduled, np.nan),
+        },
     )
 
 
-def log_ratios(baseline: pd.DataFrame, candidate: pd.DataFrame, metric: str) -> tuple[Floats, int]:
-    """Log ratios of the requests that both cells answered, in order, and how many were lost."""
-    both = baseline.add_suffix("_b").join(candidate.add_suffix("_c"), how="inner").sort_index()
-    answered = (both["ok_b"] & both["ok_c"]).to_numpy(dtype=bool)
-    above = both[f"{metric}_c"].to_numpy(dtype=float)
-    below = both[f"{metric}_b"].to_numpy(dtype=float)
-    usable_rows = answered & (above > 0) & (below > 0)
-    return np.log(above[usable_rows] / below[usable_rows]), int((~answered).sum())
+def log_ratios(baseline: Times, candidate: Times) -> tuple[dict[str, Floats], int]:
+    """Log ratios by metric of the requests that both cells answered, in order, and how many were lost."""
+    below: npt.NDArray[np.intp] | slice = slice(None)
+    above: npt.NDArray[np.intp] | slice = slice(None)
+    if not np.array_equal(baseline.index, candidate.index):
+        _, below, above = np.intersect1d(baseline.index, candidate.index, assume_unique=True, return_indices=True)
+    answered = baseline.ok[below] & candidate.ok[above]
+    found = {}
+    for metric in PAIRED:
+        one, other = baseline.values[metric][below], candidate.values[metric][above]
+        both = answered & (other > 0) & (one > 0)
+        found[metric] = np.log(other[both] / one[both])
+    return found, int((~answered).sum())
 
 
 def block_bootstrap(series: list[Floats], seed: int) -> tuple[float, float]:
@@ -165,9 +193,10 @@ def t_interval(values: Floats) -> tuple[float, float]:
 def attribute(table: pd.DataFrame, results: Path) -> pd.DataFrame:
     """The attribution table of a study: a row a comparison and metric (columns `COLUMNS`)."""
     layout = Layout(results)
-    times: dict[str, pd.DataFrame] = {}
+    times: dict[str, Times] = {}
 
-    def of(cell: str) -> pd.DataFrame:
+    def of(side: Row) -> Times:
+        cell = str(side["cell"])
         if cell not in times:
             times[cell] = request_times(layout.cell(cell))
         return times[cell]
@@ -178,9 +207,9 @@ def attribute(table: pd.DataFrame, results: Path) -> pd.DataFrame:
         groups.setdefault(key, []).append(pair)
     rows: list[dict[str, Any]] = []
     for group in groups.values():
+        found = [log_ratios(of(pair.baseline), of(pair.candidate)) for pair in group]
         for metric in PAIRED:
-            found = [log_ratios(of(str(p.baseline["cell"])), of(str(p.candidate["cell"])), metric) for p in group]
-            row = _paired_row(group, metric, [one for one, _ in found if len(one)])
+            row = _paired_row(group, metric, [ratios[metric] for ratios, _ in found if len(ratios[metric])])
             if row is not None:
                 rows.append({**row, "lost": sum(lost for _, lost in found)})
         rows.extend(_throughput_rows(group))
@@ -228,7 +257,7 @@ def _paired_row(group: list[Pair], metric: str, series: list[Floats]) -> dict[st
     }
 
 
-def _throughput_rows(group: list[Pair], metric: str = "throughput.output") -> list[dict[str, Any]]:
+def _throughput_rows(group: list[Pair], metric: str = THROUGHPUT) -> list[dict[str, Any]]:
     """Throughput has no request to pair: the ratio of the cells' values, paired by seed."""
     if metric not in group[0].baseline:
         return []

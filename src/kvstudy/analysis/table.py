@@ -12,11 +12,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 from pydantic import ValidationError
 
 from kvstudy.analysis.plan import AnalysisError, Plan, PlannedCell
@@ -338,6 +341,26 @@ def machines(table: pd.DataFrame, results: Path) -> dict[str, dict[str, Any]]:
     return found
 
 
+def read_columns(path: Path, columns: list[str]) -> pa.Table:
+    """Some columns of a parquet file of a measured cell, in a fifth of the time that a frame takes.
+
+    Raises
+    ------
+    AnalysisError
+        It is not there or damaged.
+    """
+    with _legible(path), pq.ParquetFile(path) as file:
+        return file.read(columns, use_threads=False)
+
+
+@contextmanager
+def _legible(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        raise AnalysisError(f"{path} is damaged ({' '.join(str(error).split())[:120]}): {MEASURE_ANEW}") from None
+
+
 def read_measured(path: Path, columns: list[str] | None = None) -> pd.DataFrame:
     """A parquet file of a measured cell.
 
@@ -346,10 +369,8 @@ def read_measured(path: Path, columns: list[str] | None = None) -> pd.DataFrame:
     AnalysisError
         It is not there or damaged.
     """
-    try:
+    with _legible(path):
         return pd.read_parquet(path, columns=columns)
-    except (OSError, ValueError) as error:
-        raise AnalysisError(f"{path} is damaged ({' '.join(str(error).split())[:120]}): {MEASURE_ANEW}") from None
 
 
 def read_provenance(cell_dir: Path) -> dict[str, Any]:
