@@ -89,11 +89,6 @@ def study_folder(wildcards):
     return f"{RESULTS}/{STUDY}"
 
 
-def of_deployments(cells, one):
-    """The files that `one` names of each cell's deployment, each once."""
-    return sorted({path for cell in cells for path in one(cell.deployment)})
-
-
 def environment_freeze(deployment):
     """The freeze file of a deployment's environment; none when it runs in the project's own."""
     name = deployment.framework.environment

@@ -7,30 +7,43 @@ def quality_cells(wildcards):
     return QUALITY[wildcards.quality].cells
 
 
+def quality_visit(wildcards):
+    """The resolved description that the job reads."""
+    return str(LAYOUT.quality_visit(STUDY, wildcards.quality))
+
+
+def quality_models(wildcards):
+    """Cards of the models that the visit's deployments serve."""
+    return sorted(
+        {f"{RESULTS}/models/{model_id(cell)}.json" for cell in quality_cells(wildcards)}
+    )
+
+
+def quality_skews(wildcards):
+    """Skewing matrices of those models whose deployments need them."""
+    cells = [cell for cell in quality_cells(wildcards) if cell.framework.skewed]
+    return sorted({str(LAYOUT.skew(model_id(cell))) for cell in cells})
+
+
+def quality_freezes(wildcards):
+    """The freeze file of the environment of a framework that has one of its own."""
+    cells = quality_cells(wildcards)
+    return sorted(
+        {path for cell in cells for path in environment_freeze(cell.deployment)}
+    )
+
+
+def quality_ids(wildcards):
+    """Ids of the visit's cells: a new one makes the job run again (trigger `params`)."""
+    return sorted(cell.cell_id for cell in quality_cells(wildcards))
+
+
 rule quality:
     input:
-        visit=lambda wildcards: ancient(
-            str(LAYOUT.quality_visit(STUDY, wildcards.quality))
-        ),
-        model=lambda wildcards: ancient(
-            of_deployments(
-                quality_cells(wildcards),
-                lambda deployment: [f"{RESULTS}/models/{model_id(deployment)}.json"],
-            )
-        ),
-        skew=lambda wildcards: ancient(
-            of_deployments(
-                quality_cells(wildcards),
-                lambda deployment: (
-                    [str(LAYOUT.skew(model_id(deployment)))]
-                    if deployment.framework.skewed
-                    else []
-                ),
-            )
-        ),
-        freeze=lambda wildcards: ancient(
-            of_deployments(quality_cells(wildcards), environment_freeze)
-        ),
+        visit=ancient(quality_visit),
+        model=ancient(quality_models),
+        skew=ancient(quality_skews),
+        freeze=ancient(quality_freezes),
     output:
         f"{RESULTS}/{STUDY}/quality/{{quality}}.json",
     log:
@@ -47,9 +60,7 @@ rule quality:
             0
         ].hardware.cluster.partition,
     params:
-        cells=lambda wildcards: sorted(
-            cell.cell_id for cell in quality_cells(wildcards)
-        ),
+        cells=quality_ids,
         results=results_folder,
         freeze=lambda wildcards, input: (
             ["--freeze", str(input.freeze)] if input.freeze else []

@@ -36,7 +36,7 @@ class Scored:
 
 @dataclass(frozen=True)
 class Said:
-    """A greedy completion: its text, and its tokens' texts."""
+    """A greedy completion: its text, and its tokens' texts without the one that ends it."""
 
     text: str
     tokens: tuple[str, ...]
@@ -71,8 +71,11 @@ class Endpoint:
 
     def answer(self, prompt: Sequence[int], tokens: int) -> Said:
         """A greedy completion."""
-        choice = self._post({"prompt": list(prompt), "max_tokens": tokens, "logprobs": 1})["choices"][0]
-        return Said(str(choice["text"]), tuple(choice["logprobs"]["tokens"]))
+        found = self._post({"prompt": list(prompt), "max_tokens": tokens, "logprobs": 1})
+        choice = found["choices"][0]
+        # The end-of-sequence token is counted by all, and named or left out as each likes.
+        said = int(found["usage"]["completion_tokens"]) - (choice["finish_reason"] == "stop")
+        return Said(str(choice["text"]), tuple(choice["logprobs"]["tokens"][:said]))
 
     def score_all(self, items: Sequence[Item]) -> list[Scored]:
         """`score` of each item, some at a time."""
@@ -106,7 +109,8 @@ class ServedScorer:
         for run, said in zip(runs, self.endpoint.answer_all(items, output), strict=True):
             base = self._row(run.item, context)
             if part == "greedy":
-                found += divergence(base, said.tokens, [self.name(token) for token in run.request.output])
+                full = run.request.output[: -1 if run.request.finish_reason == "stop" else None]
+                found += divergence(base, said.tokens, [self.name(token) for token in full])
             else:
                 found += recall(base, run.item, said.text, run.reply)
         return found
