@@ -49,12 +49,23 @@ from kvstudy.engine.intake import (
     validated,
 )
 from kvstudy.engine.model import ModelMissing, ModelUnsupported
+from kvstudy.engine.parallel import NotShared, follow
 from kvstudy.engine.policies import UnknownPolicy, WrongOptions
 from kvstudy.engine.request import Request as EngineRequest
 from kvstudy.engine.request import SamplingParams
 from kvstudy.engine.runner import EngineStopped, Runner, Stream
 
-__all__ = ["EngineFailed", "ModelMissing", "ModelUnsupported", "UnknownPolicy", "WrongOptions", "create_app", "serve"]
+__all__ = [
+    "EngineFailed",
+    "ModelMissing",
+    "ModelUnsupported",
+    "NotShared",
+    "UnknownPolicy",
+    "WrongOptions",
+    "create_app",
+    "join_others",
+    "serve",
+]
 
 
 class EngineFailed(RuntimeError):
@@ -490,6 +501,11 @@ class _Server(uvicorn.Server):  # type: ignore[misc]
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.runner.stop()
         await super().shutdown(sockets)
+
+
+def join_others(config: EngineConfig) -> None:
+    """Be one of the processes that share a model with the one that serves it, until that one stops."""
+    follow(Engine(config, AutoTokenizer.from_pretrained(config.model_dir)))
 
 
 def serve(config: EngineConfig, listener: socket.socket) -> None:

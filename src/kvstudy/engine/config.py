@@ -72,6 +72,10 @@ class EngineConfig(BaseModel):
     max_queue: int = Field(4096, ge=1)
     """Requests waiting beyond this are answered 429."""
 
+    tensor_parallel: int = Field(1, ge=1)
+    """Processes that share the model, each with its part of the heads, started by torchrun; `kv_memory_bytes` and
+    `host_kv_memory_bytes` are all of theirs together.
+    """
     cores: list[int] | None = None
     """CPU ids to pin to; the number of threads is their number. None leaves the process as it is."""
     link_gbps: float | None = Field(None, gt=0)

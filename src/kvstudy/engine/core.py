@@ -24,6 +24,7 @@ from kvstudy.engine.attending import Attending, full_matrix_bytes
 from kvstudy.engine.config import EngineConfig
 from kvstudy.engine.link import Link
 from kvstudy.engine.model import Layers, Model
+from kvstudy.engine.parallel import Group, Shard
 from kvstudy.engine.policies.base import Chunk, Context, Policy, Rows
 from kvstudy.engine.pool import BlockPool
 from kvstudy.engine.request import Request, SamplingParams
@@ -136,10 +137,11 @@ class Engine:
             lib.threads = torch.get_num_threads()
         self.config = config
         self.tokenizer = tokenizer
+        self.group = Group(config.tensor_parallel, torch.device(config.device)) if config.tensor_parallel > 1 else None
         self.model = Model(config)
         geometry = self.model.geometry
-        self.device_pool = self._pool("device", config.kv_memory_bytes, self.model.device)
-        self.host_pool = self._pool("host", config.host_kv_memory_bytes, torch.device("cpu"))
+        self.device_pool = self._pool("device", config.kv_memory_bytes // config.tensor_parallel, self.model.device)
+        self.host_pool = self._pool("host", config.host_kv_memory_bytes // config.tensor_parallel, torch.device("cpu"))
         self.link = Link(config.link_gbps)
         layers = self.model.layers
         self.routes = _Routes(layers)
@@ -157,6 +159,7 @@ class Engine:
             rotate=self.model.rotate,
             project_q=self.model.project_q,
             attending=Attending(geometry.scale, [layers.sinks[layer] for layer in layers.full], config.prefill),
+            shard=self.group.shard() if self.group is not None else Shard(),
             model_dir=str(config.model_dir),
             threads=torch.get_num_threads(),
         )
@@ -217,12 +220,27 @@ class Engine:
     def submit(self, prompt: Sequence[int], params: SamplingParams, policy: str | None = None) -> Request:
         """Queue a prompt. Raises `ValueError` for one that could never run."""
         request = self.new_request(prompt, params, policy)
-        self.scheduler.add(request)
+        self.add(request)
         return request
+
+    def add(self, request: Request) -> None:
+        """Queue a request that `new_request` made."""
+        self._tell("add", (request.id, request.prompt, request.params, request.policy))
+        self.scheduler.add(request)
+
+    def _tell(self, command: str, argument: Any = None) -> None:
+        """Have the other processes of a shared model do the same."""
+        if self.group is not None and self.group.leads:
+            self.group.tell(command, argument)
+
+    def stop(self) -> None:
+        """Let the other processes of a shared model end."""
+        self._tell("stop")
 
     def abort(self, request: Request) -> None:
         """End a request where it stands; its KV is given back at once. Nothing happens to one that has ended."""
         if not request.is_finished:
+            self._tell("abort", request.id)
             self._finish(request, "abort")
 
     def has_work(self) -> bool:
@@ -238,6 +256,7 @@ class Engine:
 
         Empty where there was nothing to do, or where only a part of a prompt was computed.
         """
+        self._tell("step")
         begin = time.perf_counter()
         plan = self.scheduler.schedule()
         if not plan:
@@ -259,7 +278,7 @@ class Engine:
         for chunk, count in read:
             sampling.read_prompt(logits[at : at + count], chunk.request, chunk.start + 1)
             at += count
-        outputs = self.accept(sampled, sampling.sample(logits[: len(sampled)], sampled) if sampled else [])
+        outputs = self.accept(sampled, self._sample(logits[: len(sampled)], sampled) if sampled else [])
         self._count(plan, len(ids), len(sampled), time.perf_counter() - begin)
         if self.trace is not None:
             self.trace.append(
@@ -295,6 +314,13 @@ class Engine:
                 positions += range(chunk.start, chunk.stop)
             parts.append(part)
         return parts, torch.tensor(ids, device=device), torch.tensor(positions, device=device)
+
+    def _sample(self, logits: torch.Tensor, requests: list[Request]) -> list[int]:
+        """A token a request; where several processes share the model, what the first of them draws."""
+        if self.group is None:
+            return sampling.sample(logits, requests)
+        drawn = sampling.sample(logits, requests) if self.group.leads else None
+        return self.group.tokens(drawn, len(requests))
 
     @staticmethod
     def _begin_windows(windows: Windows, parts: list[_Part]) -> None:
@@ -377,6 +403,7 @@ class Engine:
 
     def reset(self) -> None:
         """Begin the counters and peaks anew; what is running goes on."""
+        self._tell("reset")
         self.counters = Counters()
         self.scheduler.peak_running = len(self.scheduler.running)
         for pool in (self.device_pool, self.host_pool):

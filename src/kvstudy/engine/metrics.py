@@ -27,11 +27,13 @@ def render(engine: Engine) -> str:
 
     pools = (engine.device_pool, engine.host_pool)
     counters, scheduler = engine.counters, engine.scheduler
+    # Processes that share a model hold as much each: bytes are those of all.
+    processes = engine.config.tensor_parallel
 
     def tiers(attribute: str) -> list[Sample]:
-        return [({"tier": pool.tier}, getattr(pool, attribute)) for pool in pools]
+        return [({"tier": pool.tier}, processes * getattr(pool, attribute)) for pool in pools]
 
-    family("kvstudy_weights_bytes", "gauge", "Model weights.", one(engine.model.weight_bytes))
+    family("kvstudy_weights_bytes", "gauge", "Model weights.", one(processes * engine.model.weight_bytes))
     family("kvstudy_kv_reserved_bytes", "gauge", "KV pool, as allocated.", tiers("usable_bytes"))
     family("kvstudy_kv_promised_bytes", "gauge", "Promised to running requests.", tiers("reserved_bytes"))
     family("kvstudy_kv_live_bytes", "gauge", "KV entries in use x bytes an entry.", tiers("live_bytes"))
@@ -42,14 +44,14 @@ def render(engine: Engine) -> str:
         "kvstudy_workspace_peak_bytes",
         "gauge",
         "Largest step's activations, by shape.",
-        one(counters.workspace_peak_bytes),
+        one(processes * counters.workspace_peak_bytes),
     )
     family("kvstudy_process_resident_bytes", "gauge", "RSS of this process.", one(resident_bytes()))
     family(
         "kvstudy_moved_bytes_total",
         "counter",
         "Bytes moved between the tiers.",
-        [({"direction": direction}, n) for direction, n in engine.link.moved_bytes.items()],
+        [({"direction": direction}, processes * n) for direction, n in engine.link.moved_bytes.items()],
     )
     family("kvstudy_requests_running", "gauge", "Admitted requests.", one(len(scheduler.running)))
     family("kvstudy_requests_waiting", "gauge", "Queued requests.", one(len(scheduler.waiting)))

@@ -12,12 +12,15 @@ knows.
 from __future__ import annotations
 
 import gc
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
+from transformers.distributed import DistributedConfig
 
 from kvstudy.engine import fused
 from kvstudy.engine.attending import Attending
@@ -130,15 +133,18 @@ class Model:
 
     def __init__(self, config: EngineConfig) -> None:
         self.device = torch.device(config.device)
+        if config.tensor_parallel > 1 and config.device == "cuda":
+            self.device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         self.dtype: torch.dtype = getattr(torch, config.dtype)
-        self.lm = _load(config, self.dtype).to(self.device).eval().requires_grad_(False)
+        self.lm = load(config, self.dtype).to(self.device).eval().requires_grad_(False)
         self.config = self.lm.config
         self.attention_modules = self._find_attention()
         self.attend: Attend = _Probe()
         self.fused: fused.Llama | None = None
         self.geometry, self.layers = self._probe()
         self.eos_ids = _eos_ids(config.model_dir, self.config)
-        if config.use_kernels:
+        self._check_shards(config.tensor_parallel)
+        if config.use_kernels and config.tensor_parallel == 1:
             self.fused = fused.build(self.lm, self.geometry)
         for layer, module in enumerate(self.attention_modules):
             module.register_forward_pre_hook(self._input_hook(layer), with_kwargs=True)
@@ -147,8 +153,8 @@ class Model:
     @property
     def weight_bytes(self) -> int:
         """Bytes of all parameters and buffers; what is tied or shared counts once."""
-        seen = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in self.lm.state_dict().values()}
-        return sum(seen.values())
+        held = [t.to_local() if isinstance(t, DTensor) else t for t in self.lm.state_dict().values()]
+        return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in held}.values())
 
     def workspace_bytes(self, tokens: int, sampled: int, longest: int) -> int:
         """Bytes of activations a step of this size holds at most, by its shapes.
@@ -240,6 +246,16 @@ class Model:
         )
         return geometry, layers
 
+    def _check_shards(self, size: int) -> None:
+        """Raise `ModelUnsupported` where the library's plan has not given each process its share of the heads."""
+        wanted = (self.config.num_attention_heads, getattr(self.config, "num_key_value_heads", None))
+        have = (self.geometry.heads * size, self.geometry.kv_heads * size)
+        if any(b is not None and a != b for a, b in zip(have, wanted, strict=True)):
+            raise ModelUnsupported(
+                f"{type(self.lm).__name__}: the library's tensor-parallel plan does not share {wanted[0]} query and "
+                f"{wanted[1]} KV heads evenly among {size} processes; choose a number of GPUs that divides them, or 1"
+            )
+
     def _input_hook(self, layer: int) -> Any:
         def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if self.attend.wants_input:
@@ -249,17 +265,25 @@ class Model:
         return hook
 
 
-def _load(config: EngineConfig, dtype: torch.dtype) -> Any:
+def load(config: EngineConfig, dtype: torch.dtype) -> Any:
+    """The library's model, its attention ours. Raises `ModelMissing` or `ModelUnsupported`."""
     folder = config.model_dir
     if not (folder / "config.json").is_file():
         raise ModelMissing(f"no model in {folder}: config.json is missing")
+    shared: dict[str, Any] = {}
+    if config.tensor_parallel > 1:
+        if config.random_weights:
+            raise ModelUnsupported("random_weights are drawn on one device: prepare the model, then share it")
+        if not getattr(AutoConfig.from_pretrained(folder), "base_model_tp_plan", None):
+            raise ModelUnsupported(f"the library has no tensor-parallel plan for {folder.name}: it needs model.gpus=1")
+        shared["distributed_config"] = DistributedConfig(tp_size=config.tensor_parallel, tp_plan="auto")
     if config.random_weights:
         torch.manual_seed(config.seed)
         hf = AutoConfig.from_pretrained(folder)
         return AutoModelForCausalLM.from_config(hf, dtype=dtype, attn_implementation="kvstudy")
     if not any(folder.glob("*.safetensors")) and not any(folder.glob("*.bin")):
         raise ModelMissing(f"no weights in {folder}: neither *.safetensors nor *.bin (random_weights draws them)")
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="kvstudy")
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="kvstudy", **shared)
 
 
 def _eos_ids(folder: Path, config: Any) -> frozenset[int]:

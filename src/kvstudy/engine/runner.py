@@ -50,7 +50,7 @@ class Runner(threading.Thread):
             raise EngineStopped("the engine has stopped")
         stream: Stream = asyncio.Queue()
         self._streams[request] = stream
-        self._post(lambda: self.engine.scheduler.add(request))
+        self._post(lambda: self.engine.add(request))
         return stream
 
     def abort(self, request: Request) -> None:
@@ -82,6 +82,7 @@ class Runner(threading.Thread):
                 else:
                     self._wake.wait()
                     self._wake.clear()
+            self.engine.stop()
         except BaseException as failure:
             logger.exception("the engine failed")
             self.failure = failure

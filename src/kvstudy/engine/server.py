@@ -1,5 +1,8 @@
 """`python -m kvstudy.engine.server --config FILE`: bring one engine up behind an OpenAI-compatible URL.
 
+With `tensor_parallel` N it is started N times, by `torchrun --nproc-per-node N -m kvstudy.engine.server`; the first
+process answers clients.
+
 Prints `kvstudy engine ready on http://HOST:PORT` when it answers. Exit codes: 0 stopped, 1 the engine failed,
 2 wrong config, missing model or port in use (one last line on stderr each).
 """
@@ -35,10 +38,12 @@ def main(argv: list[str] | None = None) -> int:
         config = config.model_copy(update={"api_key": key})
     if not (config.model_dir / "config.json").is_file():
         return _refuse(f"no model in {config.model_dir}: config.json is missing")
+    leads = config.tensor_parallel == 1 or os.environ.get("RANK", "0") == "0"
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((config.host, config.port))
+        if leads:
+            listener.bind((config.host, config.port))
     except OSError as error:
         return _refuse(f"cannot listen on {config.host}:{config.port}: {error.strerror}")
     _set_threads(config)
@@ -46,8 +51,11 @@ def main(argv: list[str] | None = None) -> int:
     from kvstudy.engine import api
 
     try:
-        api.serve(config, listener)
-    except (api.ModelMissing, api.ModelUnsupported, api.UnknownPolicy, api.WrongOptions) as error:
+        if leads:
+            api.serve(config, listener)
+        else:
+            api.join_others(config)
+    except (api.ModelMissing, api.ModelUnsupported, api.NotShared, api.UnknownPolicy, api.WrongOptions) as error:
         return _refuse(str(error))
     except api.EngineFailed as error:
         _refuse(str(error))

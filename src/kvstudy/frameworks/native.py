@@ -44,6 +44,7 @@ def engine_config(launch: Launch, port: int) -> dict[str, Any]:
         "max_num_seqs": framework.max_num_seqs,
         "max_prefill_tokens": framework.max_prefill_tokens,
         "prefill": framework.prefill,
+        "tensor_parallel": deployment.model.gpus if deployment.hardware.device == "cuda" else 1,
         # A policy that keeps a part may hold more than the pool's tokens: what fits is for its `reserve` to say.
         "max_model_len": launch.max_model_len if whole else deployment.model.max_model_len,
         "cores": list(deployment.hardware.server_cores),
@@ -130,10 +131,13 @@ class NativeServer(OwnServer):
         self._config = engine_config(launch, self.port)
 
     def command(self) -> list[str]:
-        """`python -m kvstudy.engine.server --config FILE`."""
+        """`python -m kvstudy.engine.server --config FILE`, by torchrun once a GPU where there are several."""
         path = self.launch.work_dir / f"engine-{self.port}.json"
         path.write_text(json.dumps(self._config, indent=1), encoding="utf-8")
-        return [sys.executable, "-m", "kvstudy.engine.server", "--config", str(path)]
+        processes = self._config["tensor_parallel"]
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m"]
+        launcher = torchrun if processes > 1 else []
+        return [sys.executable, "-m", *launcher, "kvstudy.engine.server", "--config", str(path)]
 
     def environment(self) -> dict[str, str]:
         """Ours, and the leased GPUs."""

@@ -37,7 +37,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -47,6 +47,7 @@ from pydantic import BaseModel, ConfigDict
 from kvstudy.engine.attending import Attending
 from kvstudy.engine.config import Budget
 from kvstudy.engine.link import Link
+from kvstudy.engine.parallel import Shard
 from kvstudy.engine.pool import BlockPool, BlockTable
 from kvstudy.engine.request import Request
 
@@ -132,6 +133,8 @@ class Context:
     """
     attending: Attending
     """The exact attention of a layer; policies go through it, so that sinks and prefill variants are theirs too."""
+    shard: Shard = field(default_factory=Shard)
+    """Which of the model's KV heads this process has."""
     model_dir: str = ""
     threads: int = 1
 

@@ -213,7 +213,9 @@ class InfiniGen(Policy):
         self.limited = options.pool_capacity < 1 and not self.off
         self.alpha = options.alpha if options.alpha is not None else 5.0 if self._has_rope() else 4.0
         if not self.off:
-            skew = load_skew(options.skew, context.model_dir, g.layers, g.kv_heads, g.head_dim)
+            heads = g.kv_heads * context.shard.size
+            skew = load_skew(options.skew, context.model_dir, g.layers, heads, g.head_dim)
+            skew = skew[:, context.shard.mine(g.kv_heads)]
             self.skew = skew[WHOLE_LAYERS:].to(g.device, g.dtype)
         self.staging = Staging(context)
         usable = g.device.type == "cpu" and g.dtype in SUFFIXES and attention.kernels_enabled()
@@ -498,7 +500,7 @@ class InfiniGen(Policy):
                 state: State = request.kv
                 guess = partial_q[row] @ state.partial[at, :, :, : state.held]
                 self.scores[row, :, : state.held] = rules.group_max(guess.flatten(0, 1), g.kv_heads)
-        counts = rules.qualifying(self.scores, self.alpha)
+        counts = self.context.shard.gather(rules.qualifying(self.scores, self.alpha))
         if self.options.rule == "speed":
             numbers = torch.minimum(rules.fetch_number(counts, int(self.caps.max()), over=2), self.caps)
         else:

@@ -52,7 +52,7 @@ class Random(H2O):
         lse: torch.Tensor,
         chunk: Chunk,
     ) -> None:
-        lots = self._lots(chunk.request, 0, layer).random((chunk.request.prompt_tokens, self.geometry.kv_heads))
+        lots = self._of_these_heads(self._lots(chunk.request, 0, layer), chunk.request.prompt_tokens)
         into[layer, :, chunk.start : chunk.stop] = torch.from_numpy(lots[chunk.start : chunk.stop].T).to(into)
 
     def _lots(self, request: Request, position: int, layer: int) -> np.random.Generator:
@@ -61,10 +61,16 @@ class Random(H2O):
             np.random.Philox(key=np.array([self.seed, (prompt << 32) + (layer << 24) + position], np.uint64))
         )
 
+    def _of_these_heads(self, lots: np.random.Generator, count: int) -> np.ndarray:
+        """`count` lots for each KV head of the model [count, all heads], of which those of this process's heads."""
+        shard, heads = self.context.shard, self.geometry.kv_heads
+        drawn: np.ndarray = lots.random((count, heads * shard.size))[:, shard.mine(heads)]
+        return drawn
+
     def _evict(self, rows: Rows) -> np.ndarray:
         """Give each new token its lots, then drop the lowest."""
         batch, g = self.batch, self.geometry
         assert batch is not None
-        lots = np.stack([self._lots(r, r.computed, 0).random((g.layers, g.kv_heads)) for r in rows.requests], axis=1)
+        lots = np.stack([self._of_these_heads(self._lots(r, r.computed, 0), g.layers) for r in rows.requests], axis=1)
         batch.mass.zero_().scatter_(3, batch.free[..., None], torch.from_numpy(lots[..., None]).to(batch.mass))
         return super()._evict(rows)
