@@ -405,7 +405,7 @@ class Engine:
         """Begin the counters and peaks anew; what is running goes on."""
         self._tell("reset")
         self.counters = Counters()
-        self.scheduler.peak_running = len(self.scheduler.running)
+        self.scheduler.reset()
         for pool in (self.device_pool, self.host_pool):
             pool.reset_peaks()
         for policy in self.policies.values():

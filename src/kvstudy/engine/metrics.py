@@ -56,6 +56,13 @@ def render(engine: Engine) -> str:
     family("kvstudy_requests_running", "gauge", "Admitted requests.", one(len(scheduler.running)))
     family("kvstudy_requests_waiting", "gauge", "Queued requests.", one(len(scheduler.waiting)))
     family("kvstudy_requests_running_peak", "gauge", "Most admitted since /reset.", one(scheduler.peak_running))
+    family("kvstudy_requests_waiting_peak", "gauge", "Most queued since /reset.", one(scheduler.peak_waiting))
+    family(
+        "kvstudy_requests_queued_total",
+        "counter",
+        "Requests not admitted when their turn came, by what was short.",
+        [({"short_of": what}, n) for what, n in scheduler.queued.items()],
+    )
     family(
         "kvstudy_requests_finished_total",
         "counter",

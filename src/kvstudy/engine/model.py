@@ -20,7 +20,6 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor import DTensor
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, GenerationConfig
-from transformers.distributed import DistributedConfig
 
 from kvstudy.engine import fused
 from kvstudy.engine.attending import Attending
@@ -276,6 +275,8 @@ def load(config: EngineConfig, dtype: torch.dtype) -> Any:
             raise ModelUnsupported("random_weights are drawn on one device: prepare the model, then share it")
         if not getattr(AutoConfig.from_pretrained(folder), "base_model_tp_plan", None):
             raise ModelUnsupported(f"the library has no tensor-parallel plan for {folder.name}: it needs model.gpus=1")
+        from transformers.distributed import DistributedConfig  # only where it is wanted: older releases lack it
+
         shared["distributed_config"] = DistributedConfig(tp_size=config.tensor_parallel, tp_plan="auto")
     if config.random_weights:
         torch.manual_seed(config.seed)

@@ -60,6 +60,8 @@ class Request:
     prompt_logprobs: list[tuple[float, list[tuple[int, float]]]] = field(default_factory=list)
     """The same of each prompt token but the first."""
     logits: list[torch.Tensor] = field(default_factory=list)
+    has_waited: bool = False
+    """Whether it was at the head of the queue and could not be admitted."""
     finish_reason: str | None = None
     """`stop`, `length`, or `abort`."""
     kv: Any = None

@@ -53,6 +53,14 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.peak_running = 0
+        self.peak_waiting = 0
+        self.queued: dict[str, int] = {"memory": 0, "seats": 0}
+        """Requests that had to wait, by what was short when they came to the head of the queue."""
+
+    def reset(self) -> None:
+        """Begin the counts and peaks anew from what is queued and running now."""
+        self.peak_running, self.peak_waiting = len(self.running), len(self.waiting)
+        self.queued = dict.fromkeys(self.queued, 0)
 
     def check(self, request: Request) -> None:
         """Raises `RequestTooLarge` for a request that could never run."""
@@ -82,6 +90,7 @@ class Scheduler:
         """Choose the next step. An empty plan means that there is nothing to do."""
         plan = self._static() if self.config.scheduler == "static" else self._continuous()
         self.peak_running = max(self.peak_running, len(self.running))
+        self.peak_waiting = max(self.peak_waiting, len(self.waiting))
         return plan
 
     def _continuous(self) -> Plan:
@@ -117,10 +126,14 @@ class Scheduler:
 
     def _admit(self) -> Request | None:
         """Move the head of the queue to the running requests, if its promise can be made; nobody overtakes it."""
-        if not self.waiting or len(self.running) >= self.config.max_num_seqs:
+        if not self.waiting:
             return None
         request = self.waiting[0]
+        if len(self.running) >= self.config.max_num_seqs:
+            self._waits(request, "seats")
+            return None
         if not self.promise(request):
+            self._waits(request, "memory")
             return None
         self.waiting.popleft()
         request.status = Status.RUNNING
@@ -129,6 +142,12 @@ class Scheduler:
             self.windows.open(request)
         self.running.append(request)
         return request
+
+    def _waits(self, request: Request, want: str) -> None:
+        """Count a request that cannot be admitted now, once."""
+        if not request.has_waited:
+            request.has_waited = True
+            self.queued[want] += 1
 
     def promise(self, request: Request) -> bool:
         """Promise a request what it needs; False, and nothing promised, where the pools do not have it now."""

@@ -96,6 +96,8 @@ class Counters:
     kv_live_peak_host: float | None = None
     workspace_peak: float | None = None
     running_peak: float | None = None
+    waiting_peak: float | None = None
+    queued: float | None = None  # requests that could not be admitted when their turn came
 
 
 class Server(Protocol):

@@ -83,6 +83,8 @@ class OwnServer(ServerProcess):
             kv_live_peak_host=one("kvstudy_kv_live_peak_bytes", tier="host"),
             workspace_peak=one("kvstudy_workspace_peak_bytes"),
             running_peak=one("kvstudy_requests_running_peak"),
+            waiting_peak=one("kvstudy_requests_waiting_peak"),
+            queued=one("kvstudy_requests_queued_total"),
         )
 
     def watch(self) -> Watch:

@@ -535,7 +535,8 @@ class Measuring:
         )
         judged.checks["window"] = found
         judged.checks["client"] = {"cpu_s": offered.client_cpu_s, "retried": result.retried}
-        judged.checks["concurrency"] = _concurrency(offered)
+        judged.checks["concurrency"] = concurrency = _concurrency(offered)
+        waited = {name: int(n) for name in ("queued", "preemptions") if (n := concurrency[name]) is not None}
         judged.checks["queue.server"] = _histogram_mean(offered.before, offered.after)
         if found_capacity is not None:
             probes = [asdict(item) | {"share": item.share} for item in found_capacity.probes]
@@ -553,7 +554,7 @@ class Measuring:
             metrics={**metrics.compute(frame, window, closed=closed), **extra},
             memory=memory_summary(memory, offered.after),
             budget=budget_summary(cell, offered.before, offered.after),
-            counts=dict(metrics.summarise(frame)),
+            counts=dict(metrics.summarise(frame)) | waited,
             window={"start_s": window.start_s, "end_s": window.end_s},
             visit={
                 "bring_up_s": timings.get("bring_up_s"),
@@ -669,16 +670,24 @@ class Measuring:
 
 
 def _concurrency(offered: Offered) -> dict[str, float | None]:
-    """Most requests admitted at once, and preemptions, of one load.
+    """Most requests admitted and waiting at once, how many had to wait, and preemptions, of one load.
 
     The server's own peak where it keeps one; else the largest of the samples, which may miss a higher one between them.
     """
-    sampled = [float(item["running"]) for item in offered.samples if item.get("running") is not None]
-    peak = offered.after.running_peak
-    before, after = offered.before.preemptions, offered.after.preemptions
+
+    def peak(word: str, own: float | None) -> float | None:
+        sampled = [float(item[word]) for item in offered.samples if item.get(word) is not None]
+        return own if own is not None else max(sampled, default=None)
+
+    def counted(name: str) -> float | None:
+        before, after = getattr(offered.before, name), getattr(offered.after, name)
+        return None if before is None or after is None else float(after - before)
+
     return {
-        "running_peak": peak if peak is not None else max(sampled, default=None),
-        "preemptions": None if before is None or after is None else after - before,
+        "running_peak": peak("running", offered.after.running_peak),
+        "waiting_peak": peak("waiting", offered.after.waiting_peak),
+        "queued": counted("queued"),
+        "preemptions": counted("preemptions"),
     }
 
 
