@@ -72,7 +72,8 @@ def decode(
         return lib.decode(q, kv, tables, lengths, scale, out, mass)
     rows, heads, dim = q.shape
     kv_heads, size = kv.shape[2], kv.shape[3]
-    n = int(lengths.max())
+    # Whole tables: the greatest length is on the device, and asking for it would wait for all that is queued there.
+    n = tables.shape[1] * size if mass is None else min(tables.shape[1] * size, mass.shape[2])
     blocks = tables[:, : -(-n // size)].long()
     # [rows, blocks, 2, kv_heads, size, dim] -> [rows, 2, kv_heads, blocks * size, dim]
     entries = kv[blocks].permute(0, 2, 3, 1, 4, 5).reshape(rows, 2, kv_heads, -1, dim)[:, :, :, :n].float()

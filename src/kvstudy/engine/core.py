@@ -405,6 +405,8 @@ class Engine:
         """Begin the counters and peaks anew; what is running goes on."""
         self._tell("reset")
         self.counters = Counters()
+        if self.model.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         self.scheduler.reset()
         for pool in (self.device_pool, self.host_pool):
             pool.reset_peaks()

@@ -6,6 +6,8 @@ import os
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 from kvstudy.engine.core import Engine
 
 Sample = tuple[dict[str, str], float]
@@ -46,6 +48,11 @@ def render(engine: Engine) -> str:
         "Largest step's activations, by shape.",
         one(processes * counters.workspace_peak_bytes),
     )
+    if engine.model.device.type == "cuda":
+        # As torch's allocator has it, weights and pools included; NVML, which `measure` asks, sees its caches too.
+        held, most = torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()
+        family("kvstudy_allocated_bytes", "gauge", "Tensors on the device.", one(processes * held))
+        family("kvstudy_allocated_peak_bytes", "gauge", "Most of them since /reset.", one(processes * most))
     family("kvstudy_process_resident_bytes", "gauge", "RSS of this process.", one(resident_bytes()))
     family(
         "kvstudy_moved_bytes_total",

@@ -112,6 +112,7 @@ class OwnServer(ServerProcess):
                 Gauge("kvstudy_weights_bytes", "weights", "device"),
                 *tiers,
                 Gauge("kvstudy_workspace_peak_bytes", "workspace_peak", "device"),
+                Gauge("kvstudy_allocated_bytes", "allocated", "device"),
                 *moved,
             ),
             running="kvstudy_requests_running",

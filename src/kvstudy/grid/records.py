@@ -45,6 +45,7 @@ MEMORY_KINDS: dict[str, str] = {
     "kv_reserved": "bytes of the KV pool, used or not",
     "kv_live": "entries in use x bytes an entry",
     "workspace_peak": "largest temporary of prefill and decode since the last reset",
+    "allocated": "bytes of tensors that torch's allocator holds on a CUDA device, weights and pool included",
     "process": "resident memory of the server's process tree (tier device on CUDA: NVML)",
     "moved_h2d": "bytes moved from host to device since the load began",
     "moved_d2h": "bytes moved from device to host since the load began",
