@@ -95,8 +95,8 @@ def test_admission_queues_what_does_not_fit_yet_first_come_first_served(engine_o
     run(engine)
     assert all(len(r.output) == r.params.max_tokens for r in requests)
     assert engine.scheduler.peak_running == 2
-    # The third waited for memory, and so did the fourth once it was the next; nobody was preempted.
-    assert (engine.scheduler.queued, engine.scheduler.peak_waiting) == ({"memory": 2, "seats": 0}, 2)
+    # The third waited for memory, and the fourth behind it.
+    assert (engine.scheduler.queued, engine.scheduler.peak_waiting) == ({"memory": 2, "seats": 0, "turn": 0}, 2)
     assert requests[2].admitted >= requests[0].finished  # type: ignore[operator]
     assert requests[3].admitted >= requests[2].admitted  # type: ignore[operator]
 
@@ -112,11 +112,11 @@ def test_max_num_seqs_bounds_the_batch(engine_of: Make) -> None:
     engine = engine_of(max_num_seqs=2)
     engine.generate([random_prompt(4)] * 5, params(4))
     assert engine.scheduler.peak_running == 2
-    assert engine.scheduler.queued == {"memory": 0, "seats": 3}
+    assert engine.scheduler.queued == {"memory": 0, "seats": 3, "turn": 0}
     text = metrics.render(engine)
     assert 'kvstudy_requests_queued_total{short_of="seats"} 3' in text and "kvstudy_preemptions_total 0" in text
     engine.reset()
-    assert engine.scheduler.queued == {"memory": 0, "seats": 0}
+    assert engine.scheduler.queued == {"memory": 0, "seats": 0, "turn": 0}
 
 
 @pytest.mark.parametrize("when", ["waiting", "prefill", "decode"])

@@ -67,7 +67,7 @@ def render(engine: Engine) -> str:
     family(
         "kvstudy_requests_queued_total",
         "counter",
-        "Requests not admitted when their turn came, by what was short.",
+        "Requests that a step left waiting, by what was short.",
         [({"short_of": what}, n) for what, n in scheduler.queued.items()],
     )
     family(

@@ -61,7 +61,7 @@ class Request:
     """The same of each prompt token but the first."""
     logits: list[torch.Tensor] = field(default_factory=list)
     has_waited: bool = False
-    """Whether it was at the head of the queue and could not be admitted."""
+    """Whether a step left it in the queue."""
     finish_reason: str | None = None
     """`stop`, `length`, or `abort`."""
     kv: Any = None

@@ -54,8 +54,11 @@ class Scheduler:
         self.running: list[Request] = []
         self.peak_running = 0
         self.peak_waiting = 0
-        self.queued: dict[str, int] = {"memory": 0, "seats": 0}
-        """Requests that had to wait, by what was short when they came to the head of the queue."""
+        self.queued: dict[str, int] = {"memory": 0, "seats": 0, "turn": 0}
+        """Requests that a step left waiting, each once, by what the head of the queue was short of (`turn`: other
+        prompts, or a static batch, went first).
+        """
+        self._short_of = "turn"
 
     def reset(self) -> None:
         """Begin the counts and peaks anew from what is queued and running now."""
@@ -88,7 +91,13 @@ class Scheduler:
 
     def schedule(self) -> Plan:
         """Choose the next step. An empty plan means that there is nothing to do."""
+        self._short_of = "turn"
         plan = self._static() if self.config.scheduler == "static" else self._continuous()
+        for request in reversed(self.waiting):
+            if request.has_waited:
+                break  # and so have all before it
+            request.has_waited = True
+            self.queued[self._short_of] += 1
         self.peak_running = max(self.peak_running, len(self.running))
         self.peak_waiting = max(self.peak_waiting, len(self.waiting))
         return plan
@@ -130,10 +139,10 @@ class Scheduler:
             return None
         request = self.waiting[0]
         if len(self.running) >= self.config.max_num_seqs:
-            self._waits(request, "seats")
+            self._short_of = "seats"
             return None
         if not self.promise(request):
-            self._waits(request, "memory")
+            self._short_of = "memory"
             return None
         self.waiting.popleft()
         request.status = Status.RUNNING
@@ -142,12 +151,6 @@ class Scheduler:
             self.windows.open(request)
         self.running.append(request)
         return request
-
-    def _waits(self, request: Request, want: str) -> None:
-        """Count a request that cannot be admitted now, once."""
-        if not request.has_waited:
-            request.has_waited = True
-            self.queued[want] += 1
 
     def promise(self, request: Request) -> bool:
         """Promise a request what it needs; False, and nothing promised, where the pools do not have it now."""

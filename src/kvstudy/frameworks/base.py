@@ -97,7 +97,7 @@ class Counters:
     workspace_peak: float | None = None
     running_peak: float | None = None
     waiting_peak: float | None = None
-    queued: float | None = None  # requests that could not be admitted when their turn came
+    queued: float | None = None  # requests that had to wait for admission
 
 
 class Server(Protocol):
