@@ -7,46 +7,75 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from scipy import signal
+from scipy.stats import norm
 
 from kvstudy.measure import statistics as st
 
-ROUNDS = 400
+#: 95 % nominal, 93 to 97 wanted; what is added is two standard errors of the trial (0.7 points for 1,000 rounds).
+ROUNDS = 1000
+LEAST, MOST = 0.93 - 0.014, 0.97 + 0.011
 
 
 def ar1(random: np.random.Generator, n: int, rho: float) -> np.ndarray:
-    noise = random.standard_normal(n + 100)
-    values = np.empty(n + 100)
-    values[0] = noise[0] / math.sqrt(1 - rho**2)
-    for i in range(1, n + 100):
-        values[i] = rho * values[i - 1] + noise[i]
-    return values[100:]
+    """Gaussian, marginally standard normal."""
+    noise = random.standard_normal(n)
+    noise[1:] *= math.sqrt(1 - rho**2)
+    return signal.lfilter([1.0], [1.0, -rho], noise)
 
 
-def coverage(draw: Callable[[np.random.Generator], np.ndarray], mean: float, median: float, p90: float) -> list[float]:
+def coverage(draw: Callable[[np.random.Generator], np.ndarray], truth: dict[float, float], rounds: int) -> np.ndarray:
+    """Share of intervals that hold the truth, by statistic (0 is the mean, else the quantile).
+
+    A side that the effective size cannot carry is no bound, and does not miss.
+    """
     random = np.random.default_rng(7)
-    hits = np.zeros(3)
-    for _ in range(ROUNDS):
+    hits = np.zeros(len(truth))
+    for _ in range(rounds):
         values = draw(random)
-        intervals = [st.mean_interval(values)]
-        intervals += [st.quantile_interval(values, q, st.quantile_size(values, q)) for q in (0.5, 0.9)]
-        for i, ((low, high), truth) in enumerate(zip(intervals, (mean, median, p90), strict=True)):
-            # No bound on a side that the effective size cannot carry: that side does not miss.
-            hits[i] += (low is None or low <= truth) and (high is None or truth <= high)
-    return list(hits / ROUNDS)
+        for i, (q, wanted) in enumerate(truth.items()):
+            if q == 0:
+                low, high = st.mean_interval(values)
+            else:
+                low, high = st.quantile_interval(values, q, st.quantile_size(values, q))
+            hits[i] += (low is None or low <= wanted) and (high is None or wanted <= high)
+    return hits / rounds
 
 
-@pytest.mark.parametrize("rho", [0.0, 0.5, 0.8])
-def test_coverage_on_dependent_streams(rho: float) -> None:
-    scale = 1 / math.sqrt(1 - rho**2)
-    found = coverage(lambda random: ar1(random, 500, rho), 0.0, 0.0, 1.2816 * scale)
-    # 95 % nominal; 93 to 97 with the resolution of 400 rounds (one standard error is 1.1 points).
-    assert all(0.92 <= share <= 0.985 for share in found), found
+def gaussian(*qs: float) -> dict[float, float]:
+    return {q: 0.0 if q == 0 else float(norm.ppf(q)) for q in qs}
 
 
-def test_coverage_on_heavy_tails() -> None:
-    lognormal = coverage(lambda random: np.exp(random.standard_normal(500)), math.exp(0.5), 1.0, math.exp(1.2816))
-    pareto = coverage(lambda random: random.pareto(3.0, 500) + 1, 1.5, 2 ** (1 / 3), 10 ** (1 / 3))
-    assert all(0.92 <= share <= 0.98 for share in [*lognormal, *pareto]), (lognormal, pareto)
+@pytest.mark.parametrize(
+    ("n", "rho"), [(100, 0.0), (100, 0.5), (100, 0.8), (100, 0.9), (500, 0.5), (500, 0.8), (500, 0.9)]
+)
+def test_coverage_on_dependent_streams(n: int, rho: float) -> None:
+    found = coverage(lambda random: ar1(random, n, rho), gaussian(0, 0.5), ROUNDS)
+    assert (found >= LEAST).all() and (found <= MOST).all(), found
+    # In the tail of so short a series one side is often missing: it may hold more than 95 %, not less.
+    tail = coverage(lambda random: ar1(random, n, rho), gaussian(0.9), ROUNDS // 2)
+    assert tail[0] >= LEAST, tail
+
+
+@pytest.mark.parametrize("n", [100, 500])
+def test_coverage_on_heavy_tails(n: int) -> None:
+    lognormal = {0: math.exp(0.5), 0.5: 1.0, 0.9: math.exp(norm.ppf(0.9))}
+    pareto = {0: 1.5, 0.5: 2 ** (1 / 3), 0.9: 10 ** (1 / 3)}
+    for draw, truth in (
+        (lambda random: np.exp(random.standard_normal(n)), lognormal),
+        (lambda random: random.pareto(3.0, n) + 1, pareto),
+        (lambda random: np.exp(ar1(random, n, 0.5)), lognormal),
+    ):
+        found = coverage(draw, truth, ROUNDS)
+        assert (found >= LEAST).all() and (found <= MOST).all(), (truth, found)
+
+
+def test_there_is_no_interval_where_there_is_nothing_to_make_one_from() -> None:
+    trend = np.linspace(0.0, 1.0, 60)  # one long drift is worth hardly more than one observation
+    assert st.effective_size(trend) < 4
+    low, high = st.quantile_interval(trend, 0.9, st.quantile_size(trend, 0.9))
+    assert low is None and high is None
+    assert st.mean_interval(np.array([1.0])) == (None, None)
 
 
 def test_effective_size() -> None:

@@ -1,16 +1,24 @@
 """Intervals that say what the data can carry: failures as +inf, dependence between requests allowed for.
 
 Requests that queue behind each other are not independent. Every interval here is computed with an *effective*
-sample size, estimated from the series in order of arrival (Geyer's initial monotone sequence of
-autocovariances).
+sample size, estimated from the series in order of arrival:
 
 * mean: Student's t over the effective size, corrected for skewness (Hall 1992);
 * quantile: order statistics, ranks from the binomial over the effective size, interpolated;
 * share: Wilson.
+
+The effective size is n over the *inflation* of the variance. Two estimates of it are made and the larger is
+taken: Geyer's initial monotone sequence of autocovariances (1992), which supposes nothing and is too small on
+short series, and that of a first-order autoregression whose coefficient is corrected for its bias (Marriott
+and Pope 1954), which is right for short series whose dependence fades geometrically, as that of a queue does.
+Where the effective size is too small for an interval there is none (None, NA in the summary), on one side or
+on both. Coverage over seeds is in `tests/measure/test_statistics.py`: 93 to 97 % at 95 from 100 requests on, for
+AR(1) up to 0.9 and for heavy tails.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -29,16 +37,57 @@ def effective_size(values: Values) -> float:
 
     Series shorter than 20, constant ones, and those that alternate count as independent (never more).
     """
+    correlation = _autocorrelation(values)
+    if correlation is None:
+        return float(len(values))
+    coefficient = _autoregression(correlation)
+    return _size(len(values), _geyer(correlation), (1.0 + coefficient) / (1.0 - coefficient))
+
+
+def quantile_size(values: Values, q: float) -> float:
+    """Effective sample size for the q-quantile of a series in order of arrival.
+
+    What counts is how the indicators `value <= quantile` depend on each other. Geyer's estimate is made of them, at
+    q and at the median (far out there are too few exceedances to see that they come in clusters); the autoregression
+    is fitted to the normal scores of the values, which say more than ones and zeros do, and turned into that of the
+    indicators by the tetrachoric series of the bivariate normal.
+    """
+    n = len(values)
+    found = [1.0]
+    for at in {q, 0.5}:
+        indicators = _autocorrelation((values <= quantile(values, at)).astype(np.float64))
+        if indicators is not None:
+            found.append(_geyer(indicators))
+    scores = scipy_stats.norm.ppf((scipy_stats.rankdata(values) - 0.375) / (n + 0.25))
+    correlation = _autocorrelation(scores)
+    if correlation is not None:
+        coefficient = _autoregression(correlation)
+        powers = coefficient ** np.arange(1, _TERMS + 1)
+        found.append(1.0 + 2.0 * float((_tetrachoric(q) * powers / (1.0 - powers)).sum()))
+    return _size(n, *found)
+
+
+def _size(n: int, *inflation: float) -> float:
+    return max(1.0, n / max(1.0, *inflation))
+
+
+def _autocorrelation(values: Values) -> Values | None:
+    """Autocorrelations by lag, `[n]`; None of a series that is short, constant or not finite."""
     n = len(values)
     if n < 20:
-        return float(n)
+        return None
     centred = values - values.mean()
     variance = float(centred @ centred) / n
     if variance <= 0.0 or not math.isfinite(variance):
-        return float(n)
+        return None
     size = 1 << (2 * n - 1).bit_length()
     spectrum = np.fft.rfft(centred, size)
-    correlation = np.fft.irfft(spectrum * np.conj(spectrum), size)[:n].real / (n * variance)
+    return np.asarray(np.fft.irfft(spectrum * np.conj(spectrum), size)[:n].real / (n * variance))
+
+
+def _geyer(correlation: Values) -> float:
+    """Inflation of the variance of the mean by Geyer's initial monotone sequence."""
+    n = len(correlation)
     total = 0.0
     previous = math.inf
     for lag in range(0, n - 1, 2):
@@ -49,17 +98,27 @@ def effective_size(values: Values) -> float:
         total += previous
     inflation = max(1.0, 2.0 * total - 1.0)
     # The autocovariances of a finite series around its own mean are too small by about inflation / n.
-    inflation *= 1.0 + 3.0 * (inflation - 1.0) / n
-    return max(1.0, n / inflation)
+    return inflation * (1.0 + 3.0 * (inflation - 1.0) / n)
 
 
-def quantile_size(values: Values, q: float) -> float:
-    """Effective sample size for the q-quantile of a series in order of arrival.
+def _autoregression(correlation: Values) -> float:
+    """Coefficient of the first-order autoregression, corrected for its bias of -(1 + 3 x) / n; 0 to below 1."""
+    n = len(correlation)
+    return min(max((n * float(correlation[1]) + 1.0) / (n - 3.0), 0.0), 1.0 - 2.0 / n)
 
-    That of the indicators `value <= quantile`, at q and at the median, whichever is less: far out there are
-    too few exceedances to see that they come in clusters.
-    """
-    return min(effective_size((values <= quantile(values, at)).astype(np.float64)) for at in (q, 0.5))
+
+_TERMS = 60
+
+
+@functools.cache
+def _tetrachoric(q: float) -> Values:
+    """Weights of the powers of a normal correlation in that of the indicators of its q-quantile, `[_TERMS]`, sum 1."""
+    z = float(scipy_stats.norm.ppf(q))
+    hermite = [1.0, z]  # over the root of the factorial
+    for k in range(1, _TERMS):
+        hermite.append((z * hermite[k] - math.sqrt(k) * hermite[k - 1]) / math.sqrt(k + 1.0))
+    weights = np.array([hermite[j - 1] ** 2 / j for j in range(1, _TERMS + 1)])
+    return np.asarray(weights / weights.sum())
 
 
 def quantile(values: Values, q: float) -> float:
@@ -92,9 +151,9 @@ def quantile_interval(values: Values, q: float, size: float | None = None) -> In
     tail = (1.0 - CONFIDENCE) / 2.0
     ordered = np.sort(values)
     if m < n:
-        # The effective size is itself an estimate from few independent stretches: as Student's t is to the
-        # normal.
-        wider = float(scipy_stats.t.ppf(1.0 - tail, max(m - 1.0, 1.0)) / scipy_stats.norm.ppf(1.0 - tail))
+        # The effective size is itself an estimate, from about half as many independent stretches: as Student's t
+        # is to the normal.
+        wider = float(scipy_stats.t.ppf(1.0 - tail, max(m / 2.0 - 1.0, 1.0)) / scipy_stats.norm.ppf(1.0 - tail))
         m = max(1.0, m / wider**2)
     # The share of observations below the quantile is q give or take a binomial of the effective size; its
     # bounds (Jeffreys, which has the nominal coverage on average and needs no whole sizes) are ranks of the
@@ -109,7 +168,7 @@ def quantile_interval(values: Values, q: float, size: float | None = None) -> In
 
 
 def mean_interval(values: Values, size: float | None = None) -> Interval:
-    """Hall's skewness-corrected t interval of the mean over the effective size; None below two observations."""
+    """Hall's skewness-corrected t interval of the mean over the effective size; None if that is below two."""
     n = len(values)
     if n < 2:
         return None, None
@@ -121,6 +180,8 @@ def mean_interval(values: Values, size: float | None = None) -> Interval:
     if deviation == 0.0:
         return mean, mean
     skew = float(((values - mean) ** 3).mean()) / deviation**3
+    # Around its own mean a dependent series spreads less than it does: by one part in its effective size.
+    deviation *= math.sqrt(m / (m - 1.0) * (n - 1.0) / n)
     t = float(scipy_stats.t.ppf(1.0 - (1.0 - CONFIDENCE) / 2.0, m - 1.0))
     # Hall's monotone transformation of the t statistic keeps the interval a proper one for any skewness.
     a = skew / 3.0
