@@ -74,7 +74,7 @@ def test_the_capacity_of_a_scripted_queue_is_found_within_five_percent() -> None
             requests = [Request(i, "short", 3, 1, body) for i in range(len(times))]
             stop = Bound(int((1 - GOAL) * len(times)), ttft_s=BOUND_S)
             result = run(Plan(requests, SECONDS, 5.0, 1.0, times=times), mock.url, bound=stop)
-            good = metrics.goodput(result.frame, metrics.Slo(ttft=BOUND_S))
+            good = metrics.goodput(result.frame, Slo(ttft_s=BOUND_S))
             return Probe(rate, good.n, round((good.value or 0) * good.n), result.aborted is not None)
 
         found = find(probe, low=truth * 0.6, high=truth * 2.4, goal=GOAL, precision=0.04)

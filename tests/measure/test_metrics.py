@@ -9,10 +9,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
+from kvstudy.grid.schema import Slo
 from kvstudy.load.client import typed_frame
 from kvstudy.measure.metrics import (
     REGISTRY,
-    Slo,
     Window,
     compute,
     find_window,
@@ -122,15 +122,15 @@ def test_unknown_chunk_counts_are_not_invented() -> None:
 
 def test_goodput_halves_when_half_fail() -> None:
     rows = [row(i, 0.1 * i, [(0.1, 1), (0.2, 1)]) for i in range(40)]
-    slo = Slo(ttft=0.2, tpot=0.2)
+    slo = Slo(ttft_s=0.2, tpot_s=0.2)
     assert goodput(frame(*rows), slo).value == 1.0
     for i in range(0, 40, 2):
         rows[i] |= {"status": "error", "error": "http 503: x"}
     half = goodput(frame(*rows), slo)
     assert half.value == 0.5 and half.n == 40
     assert half.low is not None and half.high is not None and half.low < 0.5 < half.high
-    assert goodput(frame(*rows), Slo(ttft=0.05)).value == 0.0
-    assert goodput(frame(*rows), Slo()).value is None
+    assert goodput(frame(*rows), Slo(ttft_s=0.05)).value == 0.0
+    assert goodput(frame(), Slo(ttft_s=1.0)).value is None
     # One token: TPOT is undefined, and an undefined latency breaks no bound.
     assert goodput(frame(row(0, 0.0, [(0.1, 1)])), slo).value == 1.0
 
@@ -181,7 +181,7 @@ def test_small_samples_are_starred() -> None:
 
 
 def test_every_metric_has_a_definition() -> None:
-    found = compute(frame(row(0, 0.0, SIXTEEN)), WINDOW, slo=Slo(ttft=1.0))
+    found = compute(frame(row(0, 0.0, SIXTEEN)), WINDOW, slo=Slo(ttft_s=1.0))
     assert {split(name)[0] for name in found} == set(REGISTRY) - {"capacity"}
     assert all(item.formula and item.unit and item.start for item in REGISTRY.values())
 

@@ -202,6 +202,8 @@ def test_a_server_that_dies_under_load_is_a_result_and_the_rest_goes_on(model_di
     assert "boom" in crashed["cause"]
     assert crashed["counts"]["error"] > 0 and crashed["metrics"]["failures"]["value"] > 0
     assert crashed["metrics"]["e2el.p99"]["infinite"]
+    # What was not sent any more was offered all the same.
+    assert crashed["metrics"]["failures"]["n"] == crashed["counts"]["offered"]
 
 
 def test_out_of_memory_is_its_own_outcome(model_dir: Path, results: Path) -> None:
@@ -228,6 +230,45 @@ def test_a_hanging_server_is_a_timeout_in_bounded_time(model_dir: Path, results:
     )
     assert list(outcomes.cells.values()) == ["timeout"]
     assert time.monotonic() - begun < 20
+
+
+def test_a_server_that_hangs_for_good_under_load_is_replaced_and_the_rest_goes_on(
+    model_dir: Path, results: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measuring, "HEALTH_S", 2.0)
+    begun = time.monotonic()
+    load = PoissonLoad(rate=20, duration_s=1.0, timeout_s=1.0, drain_s=1.0, warmup_requests=0, slo=Slo(ttft_s=1.0))
+    cells = (cell(load), cell(load, seed=1))
+    make = maker(model_dir, Script(first_s=0.01, freeze_after=8), Script(first_s=0.01))
+    outcomes = measure_visit(visit_of(*cells), results, make=make, model_dir=model_dir)
+    assert list(outcomes.cells.values()) == ["ok", "ok"] and time.monotonic() - begun < 60
+    hung, sound = sorted(summaries(results).values(), key=lambda item: item["counts"]["ok"])
+    assert hung["counts"]["ok"] == 7 and hung["counts"]["timeout"] + hung["counts"]["censored"] > 3
+    assert hung["metrics"]["goodput"]["value"] == pytest.approx(7 / hung["counts"]["offered"])
+    assert hung["metrics"]["e2el.p99"]["infinite"] and "failures" in hung["flags"]
+    assert sound["metrics"]["goodput"]["value"] == 1.0 and sound["metrics"]["goodput"]["low"] > 0.7
+
+
+@pytest.mark.parametrize(
+    ("script", "start", "outcome"),
+    [
+        (Script(error_share=1.0), "http 503", "crashed"),
+        (Script(break_share=1.0), "error in stream", "crashed"),
+        (Script(cut_share=1.0), "stream cut", "crashed"),
+        (Script(hang_share=1.0), "censored", "timeout"),
+    ],
+    ids=["503", "mid-stream", "cut", "hang"],
+)
+def test_a_class_of_failure_that_takes_every_request(
+    model_dir: Path, results: Path, script: Script, start: str, outcome: str
+) -> None:
+    load = PoissonLoad(rate=20, duration_s=0.5, timeout_s=2, drain_s=0.5, warmup_requests=0, slo=Slo(e2el_s=9.0))
+    measure_visit(visit_of(cell(load)), results, make=maker(model_dir, script), model_dir=model_dir)
+    (summary,) = summaries(results).values()
+    assert summary["outcome"] == outcome and summary["cause"].startswith(start)
+    goodput = summary["metrics"]["goodput"]
+    assert goodput["value"] == 0.0 and goodput["n"] == summary["counts"]["offered"] and goodput["high"] > 0.0
+    assert summary["metrics"]["failures"]["value"] == 1.0 and summary["metrics"]["ttft.p50"]["value"] is None
 
 
 def test_half_503_halve_what_succeeds_and_are_counted(model_dir: Path, results: Path) -> None:

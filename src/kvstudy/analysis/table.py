@@ -45,10 +45,13 @@ AXES = (
     "long_share",
     "output_tokens",
     "shared_share",
+    "turns",
     "load",
     "rate",
+    "token_rate",
     "burstiness",
     "concurrency",
+    "slo",
     "budget_share",
     "budget_of",
     "budget_tokens",
@@ -92,6 +95,8 @@ def axes_of(config: Mapping[str, Any]) -> dict[str, Any]:
     framework, model, workload = config["framework"], config["model"], config["workload"]
     load, budget, hardware = config["load"], config.get("budget", {}), config["hardware"]
     parameters = model.get("parameters")
+    slo: Mapping[str, Any] = load.get("slo") or {}
+    shared: Mapping[str, Any] = workload.get("shared_prefix") or {}
     return {
         "framework": framework["name"],
         "implementation": framework.get("implementation", ""),
@@ -108,11 +113,14 @@ def axes_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "long_prompt_tokens": typical(workload.get("long_prompt")),
         "long_share": float(workload.get("long_share", 0.0)),
         "output_tokens": typical(workload.get("output")),
-        "shared_share": float((workload.get("shared_prefix") or {}).get("share", 0.0)),
+        "shared_share": float(shared.get("share", 0.0)),
+        "turns": float(shared["turns"]) if shared.get("kind") == "sessions" else None,
         "load": load["name"],
         "rate": float(load["rate"]) if load.get("rate") is not None else None,
+        "token_rate": float(load["token_rate"]) if load.get("token_rate") is not None else None,
         "burstiness": float(load["burstiness"]) if load.get("burstiness") is not None else None,
         "concurrency": _in_flight(load),
+        "slo": " ".join(f"{key.removesuffix('_s')}<={value:g}s" for key, value in slo.items() if value is not None),
         "budget_share": float(budget.get("share", 1.0)),
         "budget_of": budget.get("of", "prompt"),
         "budget_tokens": float(budget["tokens"]) if budget.get("tokens") is not None else None,
@@ -285,6 +293,8 @@ def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
         "long_prompt_tokens",
         "output_tokens",
         "rate",
+        "token_rate",
+        "turns",
         "burstiness",
         "concurrency",
         "budget_tokens",

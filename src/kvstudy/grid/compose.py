@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from kvstudy import HARNESS_VERSION
 from kvstudy.grid import secrets
-from kvstudy.grid.schema import Cell, QualityCell
+from kvstudy.grid.schema import Cell, QualityCell, Workload
 
 #: Groups whose options make a cell, and those that make a quality cell, which is under no load.
 LOAD_GROUPS = ("framework", "model", "workload", "load", "hardware")
@@ -378,10 +378,26 @@ def to_cell(config: dict[str, Any], pins: dict[str, dict[str, str]]) -> Cell | Q
     flavour = f"{name}-{config['hardware'].get('device')}"
     config["framework"] = config["framework"] | {"pins": pins.get(flavour, pins.get(name, {}))}
     try:
-        kind = QualityCell if "quality" in config else Cell
-        return kind(**config, harness_version=HARNESS_VERSION)
+        if "quality" in config:
+            return QualityCell(**config, harness_version=HARNESS_VERSION)
+        config["load"] = _rate_by_tokens(config["load"], config["workload"])
+        return Cell(**config, harness_version=HARNESS_VERSION)
     except ValidationError as error:
         raise ConfigError(explain(error)) from None
+
+
+def _rate_by_tokens(load: dict[str, Any], workload: dict[str, Any]) -> dict[str, Any]:
+    """The load with the rate that offers its `token_rate` under the workload; as it is where that is not set."""
+    wanted = load.get("token_rate")
+    if wanted is None:
+        return load
+    try:
+        each = Workload.model_validate(workload).tokens_a_request()
+    except ValidationError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return load | {"rate": float(f"{wanted / each:.6g}")}
 
 
 def explain(error: ValidationError) -> str:

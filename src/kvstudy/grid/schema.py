@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from functools import cached_property
@@ -178,6 +179,25 @@ class SharedPrefix(Strict):
     active: PositiveInt = 4
 
 
+def mean_tokens(length: Length) -> float:
+    """Mean of a length in tokens, clipping aside.
+
+    Raises
+    ------
+    ValueError
+        It is a trace's, which only the trace knows.
+    """
+    if isinstance(length, FixedLength):
+        return float(length.tokens)
+    if isinstance(length, UniformLength):
+        return (length.low + length.high) / 2.0
+    if isinstance(length, NormalLength):
+        return length.mean
+    if isinstance(length, LognormalLength):
+        return length.median * math.exp(length.sigma**2 / 2.0)
+    raise ValueError("load.token_rate needs lengths whose mean is known; a trace's are not")
+
+
 class Workload(Strict):
     """What is asked: text, lengths, and the share of long requests (the paper's "mix")."""
 
@@ -194,6 +214,14 @@ class Workload(Strict):
     ignore_eos: bool = True
     temperature: float = Field(default=0.0, ge=0.0)
 
+    def tokens_a_request(self) -> float:
+        """Prompt and output tokens of a request in the mean, long ones included (sessions: of a first turn)."""
+        short = mean_tokens(self.prompt) + mean_tokens(self.output)
+        if self.long_prompt is None:
+            return short
+        long = mean_tokens(self.long_prompt) + mean_tokens(self.long_output or self.output)
+        return (1.0 - self.long_share) * short + self.long_share * long
+
     @model_validator(mode="after")
     def _mix_is_defined(self) -> Workload:
         if self.long_share > 0 and self.long_prompt is None:
@@ -203,21 +231,51 @@ class Workload(Strict):
         return self
 
 
+class Slo(Strict):
+    """A service level: bounds in seconds that a good request meets, all of them."""
+
+    ttft_s: PositiveFloat | None = None
+    tpot_s: PositiveFloat | None = None
+    e2el_s: PositiveFloat | None = None
+
+    @model_validator(mode="after")
+    def _bounds_something(self) -> Slo:
+        if self.ttft_s is None and self.tpot_s is None and self.e2el_s is None:
+            raise ValueError("a service level bounds at least one of ttft_s, tpot_s, e2el_s")
+        return self
+
+    def bounds(self) -> dict[str, float]:
+        """Those that are set, by the metric they bound."""
+        values = {"ttft": self.ttft_s, "tpot": self.tpot_s, "e2el": self.e2el_s}
+        return {name: bound for name, bound in values.items() if bound is not None}
+
+
 class _Timed(Strict):
+    slo: Slo | None = None  # what goodput counts by; None: no goodput
     warmup_requests: int = Field(default=4, ge=0)
     duration_s: PositiveFloat
     timeout_s: PositiveFloat = 120.0
     drain_s: PositiveFloat = 60.0
 
 
-class PoissonLoad(_Timed):
+class _Rated(_Timed):
+    """Has a mean rate, in requests a second or set by the grid from `token_rate`.
+
+    That is in tokens a second, prompt and output, by the mean of the workload's lengths: workloads of different lengths
+    are compared at equal work.
+    """
+
+    rate: PositiveFloat
+    token_rate: PositiveFloat | None = None
+
+
+class PoissonLoad(_Rated):
     """Open loop: exponential gaps at `rate` requests a second, drawn ahead at unit rate and divided."""
 
     name: Literal["poisson"] = "poisson"
-    rate: PositiveFloat
 
 
-class GammaLoad(_Timed):
+class GammaLoad(_Rated):
     """Open loop: gamma gaps with mean 1/`rate` and squared coefficient of variation `burstiness`.
 
     1 is Poisson, above 1 comes in bursts. (vLLM's `--burstiness` is the shape, 1 over this.) The mean rate does
@@ -225,15 +283,13 @@ class GammaLoad(_Timed):
     """
 
     name: Literal["gamma"] = "gamma"
-    rate: PositiveFloat
     burstiness: PositiveFloat
 
 
-class ConstantLoad(_Timed):
+class ConstantLoad(_Rated):
     """Open loop: equal gaps of 1/`rate`."""
 
     name: Literal["constant"] = "constant"
-    rate: PositiveFloat
 
 
 class RampLoad(_Timed):
@@ -267,20 +323,6 @@ class TraceLoad(_Timed):
     speed: PositiveFloat = 1.0
 
 
-class Slo(Strict):
-    """A service level: bounds in seconds that a good request meets, all of them."""
-
-    ttft_s: PositiveFloat | None = None
-    tpot_s: PositiveFloat | None = None
-    e2el_s: PositiveFloat | None = None
-
-    @model_validator(mode="after")
-    def _bounds_something(self) -> Slo:
-        if self.ttft_s is None and self.tpot_s is None and self.e2el_s is None:
-            raise ValueError("a service level bounds at least one of ttft_s, tpot_s, e2el_s")
-        return self
-
-
 class KneeLoad(_Timed):
     """Finds the highest Poisson rate between `low` and `high` at which a share `goal` of requests meets `slo`.
 
@@ -288,7 +330,7 @@ class KneeLoad(_Timed):
     """
 
     name: Literal["knee"] = "knee"
-    slo: Slo
+    slo: Slo  # not optional: it is what the search is for
     low: PositiveFloat
     high: PositiveFloat
     goal: float = Field(default=0.9, gt=0.0, lt=1.0)
@@ -329,7 +371,31 @@ def load_label(load: Load) -> str:
         return f"{number(load.low)}-{number(load.high)}"
     if isinstance(load, TraceLoad):
         return f"x{number(load.speed)}"
-    return f"r{number(load.rate)}"
+    return f"r{number(load.rate)}" if load.token_rate is None else f"t{number(load.token_rate)}"
+
+
+def length_label(length: Length) -> str:
+    """The part of a length that reads in a cell's name: 256, 128-384, m512 (its median or mean), t3072 (a trace's)."""
+    if isinstance(length, FixedLength):
+        return number(length.tokens)
+    if isinstance(length, UniformLength):
+        return f"{length.low}-{length.high}"
+    if isinstance(length, TraceLength):
+        return f"t{length.high}"
+    return f"m{number(length.median if isinstance(length, LognormalLength) else length.mean)}"
+
+
+def workload_label(workload: Workload) -> str:
+    """The part of a workload that reads in a cell's name: mix-p128-384-o64-192-l0.1, chat-p512-o64-s0.5."""
+    parts = [workload.name, f"p{length_label(workload.prompt)}", f"o{length_label(workload.output)}"]
+    if workload.long_prompt is not None:
+        parts.append(f"l{number(workload.long_share)}")
+    prefix = workload.shared_prefix
+    if prefix.kind == "sessions":
+        parts.append(f"turns{prefix.turns}x{prefix.active}")
+    elif prefix.share > 0:
+        parts.append(f"s{number(prefix.share)}" + (f"x{prefix.groups}" if prefix.groups > 1 else ""))
+    return "-".join(parts)
 
 
 class Cluster(Strict):
@@ -473,8 +539,11 @@ class _Native(Strict):
 
     @property
     def label(self) -> str:
-        """Its name as it reads in a folder's name, with the prefill where it is not the one for serving."""
-        return self.name if self.prefill == "blocked" else f"{self.name}-{self.prefill.replace('_', '-')}"
+        """Its name as it reads in a folder's name, with the rules that are not those it is served with: h2o-flexgen."""
+        fields = type(self).model_fields
+        said = [name for name in ("rule", "prefill", "scheduler") if name in fields]
+        other = [str(getattr(self, name)) for name in said if getattr(self, name) != fields[name].default]
+        return "-".join([self.name, *(text.replace("_", "-") for text in other)])
 
     @property
     def environment(self) -> str | None:
@@ -760,7 +829,7 @@ class Cell(Deployment):
     @property
     def cell_slug(self) -> str:
         """Readable part of the cell's name."""
-        return f"{self.slug}_{self.workload.name}_{self.load.name}-{load_label(self.load)}_s{self.seed}"
+        return f"{self.slug}_{workload_label(self.workload)}_{self.load.name}-{load_label(self.load)}_s{self.seed}"
 
     @cached_property
     def cell_id(self) -> str:

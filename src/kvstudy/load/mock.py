@@ -19,6 +19,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
@@ -47,6 +48,7 @@ class Script:
     die_after: int = 0  # the process exits while it answers this request (1-based)
     die_status: int = 1
     die_message: str = ""
+    freeze_after: int = 0  # from this request (1-based) on it answers nothing any more, not even /health
     ready_after_s: float = 0.0  # /health says 503 until then
     kv_bytes_per_token: int = 1024
     kv_memory_bytes: int = 1 << 20
@@ -202,6 +204,8 @@ class _Handler(asyncio.Protocol):
         if script.die_after and mock.seen >= script.die_after:
             print(script.die_message, file=sys.stderr, flush=True)
             os._exit(script.die_status)
+        if script.freeze_after and mock.seen >= script.freeze_after:
+            time.sleep(1e6)  # a deadlock: the process lives, its loop does not
         if mock.take(script.error_share):
             self._answer(script.error_status, json.dumps({"error": {"message": "by script", "type": "error"}}))
             self._next()

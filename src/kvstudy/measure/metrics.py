@@ -18,6 +18,7 @@ import numpy.typing as npt
 import pandas as pd
 
 from kvstudy.grid.records import Metric
+from kvstudy.grid.schema import Slo
 from kvstudy.measure import statistics
 
 Values = npt.NDArray[np.float64]
@@ -217,20 +218,6 @@ class Window:
         return max(0.0, self.end_s - self.start_s)
 
 
-@dataclass(frozen=True)
-class Slo:
-    """Bounds in seconds that a good request meets, all of them; None is no bound."""
-
-    ttft: float | None = None
-    tpot: float | None = None
-    e2el: float | None = None
-
-    def bounds(self) -> dict[str, float]:
-        """Those that are set."""
-        values = {"ttft": self.ttft, "tpot": self.tpot, "e2el": self.e2el}
-        return {name: bound for name, bound in values.items() if bound is not None}
-
-
 def split(metric: str) -> tuple[str, str | None, str | None]:
     """(definition, length class, statistic) of an id: `ttft.p50`, `ttft.long.p50`, `throughput.output`."""
     for name in sorted(REGISTRY, key=len, reverse=True):
@@ -406,13 +393,12 @@ def tokens_at(frame: pd.DataFrame) -> tuple[Values, Values]:
 
 def goodput(frame: pd.DataFrame, slo: Slo) -> Metric:
     """Share of offered requests that met every bound; NA of an undefined latency (n < 2) meets its bound."""
-    bounds = slo.bounds()
     n = len(frame)
-    if not bounds or n == 0:
+    if n == 0:
         return Metric(value=None, unit="share", n=n)
     values = per_request(frame)
     good = (frame["status"] == "ok").to_numpy(dtype=bool)
-    for name, bound in bounds.items():
+    for name, bound in slo.bounds().items():
         column = values[name].to_numpy(dtype=np.float64)
         good &= (column <= bound) | np.isnan(column)
     low, high = statistics.wilson(int(good.sum()), n)

@@ -361,7 +361,6 @@ class Measuring:
         self, cell: Cell, load: KneeLoad, drawn: workload.Drawn, server: BroughtUp
     ) -> tuple[Offered, dict[str, Metric], capacity.Capacity]:
         """Find the capacity. The cell holds the requests of the best probe that passed, else of the first."""
-        slo = metrics.Slo(load.slo.ttft_s, load.slo.tpot_s, load.slo.e2el_s)
         kept: dict[float, Offered] = {}
 
         def probe(rate: float) -> capacity.Probe:
@@ -371,7 +370,7 @@ class Measuring:
             offered = self._offer(cell, at, drawn, server, bound)
             kept[rate] = offered
             frame = offered.result.frame
-            share = metrics.goodput(frame, slo)
+            share = metrics.goodput(frame, load.slo)
             found = capacity.Probe(
                 rate,
                 offered=len(frame),
@@ -517,7 +516,9 @@ class Measuring:
         window, found = metrics.find_window(
             frame, span, burst=isinstance(load, BurstLoad), saturated=growing and not closed
         )
-        frame["in_window"] = (frame["scheduled_s"] >= window.start_s) & (frame["scheduled_s"] < window.end_s)
+        # What was offered to a server that had died counts: it was drawn, and the server owes it.
+        owed = (frame["scheduled_s"] < window.end_s) | (result.aborted is not None)
+        frame["in_window"] = (frame["scheduled_s"] >= window.start_s) & owed
         judged = gates.judge(
             cell,
             frame,
@@ -551,7 +552,7 @@ class Measuring:
             cause=cause,
             verdict=judged.verdict,
             flags=judged.flags,
-            metrics={**metrics.compute(frame, window, closed=closed), **extra},
+            metrics={**metrics.compute(frame, window, closed=closed, slo=load.slo), **extra},
             memory=memory_summary(memory, offered.after),
             budget=budget_summary(cell, offered.before, offered.after),
             counts=dict(metrics.summarise(frame)) | waited,
