@@ -258,6 +258,7 @@ class _Answer:
     ) -> None:
         self.handler = handler
         self.chat = chat
+        self._object = "chat.completion.chunk" if chat else "text_completion"
         self.prompt_tokens = prompt_tokens
         self.output = output
         self.breaks = breaks
@@ -284,7 +285,7 @@ class _Answer:
             choice["delta"] = delta
         else:
             choice["text"] = delta.get("content", "") if isinstance(delta, dict) else delta
-        event: dict[str, Any] = {"id": "m", "object": "text_completion", "model": "mock", "choices": [choice]}
+        event: dict[str, Any] = {"id": "m", "object": self._object, "model": "mock", "choices": [choice]}
         if self.handler.mock.script.usage == "continuous":
             event["usage"] = self._usage()
         return b"data: " + json.dumps(event, separators=(",", ":")).encode() + b"\n\n"
@@ -351,7 +352,7 @@ class _Answer:
         if self.handler.mock.script.usage != "none":
             total = {
                 "id": "m",
-                "object": "text_completion",
+                "object": self._object,
                 "model": "mock",
                 "choices": [],
                 "usage": self._usage(),

@@ -34,7 +34,7 @@ from scipy.stats import spearmanr
 
 from kvstudy.frameworks.base import Counters
 from kvstudy.grid.records import Verdict
-from kvstudy.grid.schema import Cell, ClosedLoad
+from kvstudy.grid.schema import Cell, ClosedLoad, Load, RampLoad
 from kvstudy.measure.metrics import Window
 
 LAG_S = 0.005
@@ -44,6 +44,8 @@ LENGTH_TOLERANCE = 0.01
 CHAT_LENGTH_TOLERANCE = 0.05
 PREFIX_TOLERANCE = 0.01
 GROWTH = 0.1
+KEEPS_UP = 0.9
+LEAST_REQUESTS = 30
 
 
 @dataclass
@@ -103,7 +105,7 @@ def judge(
     _littles_law(gates, frame, window, samples)
     _prefix(gates, before, after, expected_hits)
     _config(gates, asked, effective)
-    saturated, numbers = saturation(frame)
+    saturated, numbers = saturation(frame, offered_rate(cell.load))
     gates.checks["saturation"] = {
         "saturated": saturated,
         **{key: _plain(value) for key, value in numbers.items()},
@@ -117,6 +119,11 @@ def judge(
     if exhausted:
         gates.flags.append("exhausted")
     return gates
+
+
+def offered_rate(load: Load) -> float | None:
+    """The mean rate a load names, in requests a second; None where it names none (or it changes)."""
+    return None if isinstance(load, RampLoad) else getattr(load, "rate", None)
 
 
 def _client(gates: Gates, frame: pd.DataFrame) -> None:
@@ -298,25 +305,29 @@ def _same(wanted: Any, got: Any) -> bool:
     return bool(wanted == got)
 
 
-def saturation(frame: pd.DataFrame) -> tuple[bool, dict[str, float | int]]:
-    """Whether the queue grew for as long as the load ran: later requests waited longer, and kept on doing so.
+def saturation(frame: pd.DataFrame, rate: float | None = None) -> tuple[bool, dict[str, float | int]]:
+    """Whether the queue grew for as long as the load ran, because the server is slower than the load.
 
     At a load of rho > 1 a first-in first-out queue makes TTFT grow by rho - 1 seconds a second of the load,
     whatever the filling at the start does. So: over requests in order of arrival, TTFT (or E2EL, for servers
     that admit everything and slow down) rises by at least `GROWTH` s a second, in rank order (Spearman's rho
     at least 0.6; 0.8 below 50 requests), and the last third takes at least twice as long as the first.
-    Requests that were given up count with the time until then. Not judged below 20 requests. Seen in
-    simulation: under 1 % alarms at rho <= 0.7, over 75 % at rho = 1.5, nearly all at rho = 2.
+    Requests that were given up count with the time until then.
+
+    A burst near the end looks just so. What tells them apart is how fast the server is when it has most to do: only
+    one that then completes less than `KEEPS_UP` of the offered rate is saturated. That is `rate` where the load
+    names one, and no more than what the arrivals came to. Not judged below 30 requests.
     """
     due = frame["scheduled_s"].to_numpy(dtype=np.float64)
     order = np.argsort(due, kind="stable")
     due = due[order]
     ended = frame["finished_s"].to_numpy(dtype=np.float64)[order]
     first = frame["first_token_s"].to_numpy(dtype=np.float64)[order]
+    ok = (frame["status"] == "ok").to_numpy(dtype=bool)[order]
     numbers: dict[str, float | int] = {"n": len(due)}
-    if len(due) < 20 or float(np.ptp(due)) <= 0.0:
+    if len(due) < LEAST_REQUESTS or float(np.ptp(due)) <= 0.0:
         return False, numbers
-    saturated = False
+    grew = False
     third = len(due) // 3
     needed = 0.6 if len(due) >= 50 else 0.8
     for name, until in (("ttft", np.where(np.isnan(first), ended, first)), ("e2el", ended)):
@@ -333,5 +344,24 @@ def saturation(frame: pd.DataFrame) -> tuple[bool, dict[str, float | int]]:
             f"{name}_early_s": early,
             f"{name}_late_s": late,
         }
-        saturated |= order_by_rank >= needed and slope >= GROWTH and late >= 2.0 * early
-    return saturated, numbers
+        grew |= order_by_rank >= needed and slope >= GROWTH and late >= 2.0 * early
+    known = ~np.isnan(ended)
+    offered = (len(due) - 1) / float(np.ptp(due))
+    offered = offered if rate is None else min(offered, rate)
+    served = _rate_under_load(due[known], ended[known], ok[known])
+    numbers |= {"offered_rate": offered, "rate_under_load": served}
+    return grew and served < KEEPS_UP * offered, numbers
+
+
+def _rate_under_load(due: npt.NDArray[np.float64], ended: npt.NDArray[np.float64], ok: npt.NDArray[np.bool_]) -> float:
+    """Answers a second while at least half as many requests are in flight as there ever are."""
+    if len(due) == 0:
+        return 0.0
+    at = np.concatenate([due, ended])
+    order = np.argsort(at, kind="stable")
+    at = at[order]
+    level = np.cumsum(np.concatenate([np.ones(len(due)), -np.ones(len(ended))])[order])
+    answered = np.concatenate([np.zeros(len(due), dtype=bool), ok])[order]
+    loaded = level[:-1] >= level.max() / 2.0  # from each event to the next
+    span = float(np.diff(at)[loaded].sum())
+    return float(answered[1:][loaded].sum()) / span if span > 0 else 0.0

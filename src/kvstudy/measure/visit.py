@@ -512,7 +512,7 @@ class Measuring:
         frame = result.frame
         closed = isinstance(load, ClosedLoad)
         span = load.duration_s if result.aborted is None else min(load.duration_s, max(result.load_s, 1e-3))
-        growing, _ = gates.saturation(frame)
+        growing, _ = gates.saturation(frame, gates.offered_rate(load))
         window, found = metrics.find_window(
             frame, span, burst=isinstance(load, BurstLoad), saturated=growing and not closed
         )
