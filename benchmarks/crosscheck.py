@@ -1,12 +1,16 @@
-"""The same load from our client and from `vllm bench serve`, side by side.
+"""The same load from our client, from `vllm bench serve` and from AIPerf, side by side.
 
-`python benchmarks/crosscheck.py --vllm-python PY --tokenizer FOLDER`
+`python benchmarks/crosscheck.py --tokenizer FOLDER --vllm-python PY --aiperf BIN [--url URL --model NAME]`
 
-Without `--url` a scripted server answers (100 ms to the first token, a token every 10 ms), so what differs is
-the clients. Both send prompts of the same length at the same mean rate; prompts and arrivals are each tool's
-own. vLLM's detailed result file is read by our importer, so every number is computed by one registry, and its
-own headline is printed beside it where the definition agrees. Target: medians within 2 %. TTFT and E2EL count
-from the send on both sides here, because vLLM does not record when a request was due.
+All three send the same prompts to the same server, at the same constant rate (vLLM: a gamma process of enormous shape),
+in the same order, the same number of output tokens asked; the server's core is the first, the clients' the last.
+Without `--url` a scripted server answers (100 ms to the first token, a token every 10 ms), so what differs is the
+clients alone. The others' per-request records are read by our importers, so that one registry computes every number;
+their own headline is printed beside it. A client that is not named is left out.
+
+Definitions, mapped (docs/measuring.md): TTFT and E2EL count from the send here, also ours, because neither of the
+others records when a request was due; vLLM's `itl` and AIPerf's `inter_chunk_latency` are our ICL; AIPerf's
+`inter_token_latency` is our TPOT where a chunk is a token. Target: the medians lie within 2 % of each other.
 """
 
 from __future__ import annotations
@@ -16,17 +20,17 @@ import contextlib
 import json
 import os
 import subprocess
-import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 from tokenizers import Tokenizer
 
 from benchmarks.common import Row, emit
-from kvstudy.grid.schema import PoissonLoad, TextSource
-from kvstudy.load.arrivals import schedule, unit_arrivals
+from kvstudy.grid.schema import TextSource
 from kvstudy.load.client import Plan, Request, completion_body, run
 from kvstudy.load.mock import Script, running
 from kvstudy.load.text import read_text
@@ -42,94 +46,174 @@ parser = argparse.ArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
 """
-PAIRS = {
-    "ttft.p50": "median_ttft_ms",
-    "tpot.p50": "median_tpot_ms",
-    "icl.p50": "median_itl_ms",
-    "e2el.p50": "median_e2el_ms",
+#: Our metric, and the headline of the others that says the same.
+MEDIANS = {
+    "ttft.p50": ("median_ttft_ms", "time_to_first_token"),
+    "tpot.p50": ("median_tpot_ms", "inter_token_latency"),
+    "icl.p50": ("median_itl_ms", "inter_chunk_latency"),
+    "e2el.p50": ("median_e2el_ms", "request_latency"),
 }
+BOUND_S = 1800.0
+WARM_UPS = 3
+
+
+@dataclass(frozen=True)
+class Load:
+    """What every client is to send: `prompts` as token ids and as the text of the same length, `rate` a second."""
+
+    url: str
+    model: str
+    tokenizer: str
+    ids: list[list[int]]
+    texts: list[str]
+    tokens: int
+    rate: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """A client's medians in seconds: by our registry, and as it headlines them itself."""
+
+    registry: dict[str, float]
+    headline: dict[str, float]
 
 
 @contextlib.contextmanager
-def target(url: str | None) -> Iterator[str]:
-    if url is not None:
+def target(url: str | None, cores: list[int]) -> Iterator[str]:
+    """The server's address; the clients' core is set."""
+    os.sched_setaffinity(0, cores[:1])  # the scripted server inherits it
+    with contextlib.ExitStack() as stack:
+        if url is None:
+            url = stack.enter_context(running(Script(first_s=0.1, gap_s=0.01))).url
+        os.sched_setaffinity(0, cores[-1:])
         yield url
-    else:
-        with running(Script(first_s=0.1, gap_s=0.01)) as mock:
-            yield mock.url
 
 
-def prompts(count: int, length: int, tokenizer: str) -> list[list[int]]:
-    """Passages of the Python documentation, `length` tokens each."""
-    text = "\n\n".join(read_text(TextSource()).documents)
-    ids = Tokenizer.from_file(str(Path(tokenizer) / "tokenizer.json")).encode(text, add_special_tokens=False).ids
-    starts = np.random.default_rng(0).choice(len(ids) - length, count, replace=False)
-    return [ids[start : start + length] for start in starts]
+def prompts(count: int, length: int, folder: str) -> tuple[list[list[int]], list[str]]:
+    """Passages of the Python documentation that are `length` tokens, as ids and as text alike."""
+    tokenizer = Tokenizer.from_file(str(Path(folder) / "tokenizer.json"))
+    ids = tokenizer.encode("\n\n".join(read_text(TextSource()).documents), add_special_tokens=False).ids
+    passages: list[list[int]] = []
+    texts: list[str] = []
+    for start in np.random.default_rng(0).permutation(len(ids) - length):
+        passage = ids[start : start + length]
+        text = tokenizer.decode(passage)
+        if tokenizer.encode(text).ids == passage:
+            passages.append(passage)
+            texts.append(text)
+        if len(passages) == count:
+            break
+    return passages, texts
 
 
-def ours(url: str, model: str, passages: list[list[int]], tokens: int, rate: float) -> dict[str, float]:
-    """Medians in seconds."""
-    count = len(passages)
-    load = PoissonLoad(rate=rate, duration_s=10 * count / rate)
-    times = schedule(load, unit_arrivals(load, 1, 16 * count + 64))[:count]
-    requests = [
-        Request(index, "short", len(ids), tokens, completion_body(model, ids, tokens))
-        for index, ids in enumerate(passages)
+def registry(frame: pd.DataFrame) -> dict[str, float]:
+    """Medians by our registry, clocks from the send."""
+    failed = int((frame["status"] != "ok").sum())
+    if failed:
+        raise SystemExit(f"{failed} of {len(frame)} requests failed: {frame['error'].dropna().iloc[0]}")
+    found = metrics_of(frame.assign(scheduled_s=frame["sent_s"]))
+    return {name: value if (value := found[name].value) is not None else float("nan") for name in MEDIANS}
+
+
+def ours(load: Load) -> Found:
+    bodies = [completion_body(load.model, ids, load.tokens) for ids in load.ids]
+    requests = [Request(i, "short", len(load.ids[i]), load.tokens, body) for i, body in enumerate(bodies)]
+    run(Plan(requests[:WARM_UPS], BOUND_S, BOUND_S, BOUND_S, concurrency=1), load.url)
+    times = np.arange(len(requests)) / load.rate
+    result = run(Plan(requests, float(times[-1]) + 0.1, 120, 120, times=times), load.url)
+    return Found(registry(result.frame), {})
+
+
+def vllm(python: str, load: Load, folder: Path) -> Found:
+    data, result = folder / "prompts.jsonl", folder / "result.json"
+    data.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in load.texts))
+    command = [
+        *(python, "-c", BENCH_SERVE, "--backend", "openai", "--base-url", load.url),
+        *("--model", load.model, "--served-model-name", load.model, "--tokenizer", load.tokenizer),
+        *("--dataset-name", "custom", "--dataset-path", str(data), "--disable-shuffle", "--skip-chat-template"),
+        *("--custom-output-len", str(load.tokens), "--num-prompts", str(len(load.texts))),
+        *("--request-rate", str(load.rate), "--burstiness", "1e9", "--num-warmups", str(WARM_UPS)),
+        *("--ignore-eos", "--temperature", "0", "--disable-tqdm", "--save-result", "--save-detailed"),
+        *("--percentile-metrics", "ttft,tpot,itl,e2el", "--result-dir", str(folder), "--result-filename", result.name),
     ]
-    frame = run(Plan(requests, float(times[-1]) + 0.1, 120, 120, times=times), url).frame
-    frame["scheduled_s"] = frame["sent_s"]
-    found = metrics_of(frame)
-    return {name: found[name].value or float("nan") for name in PAIRS}
+    _run(command, "vllm bench serve", result)
+    headline = json.loads(result.read_text())
+    frame = read(result, "vllm")
+    return Found(registry(frame), {name: headline[theirs] / 1000.0 for name, (theirs, _) in MEDIANS.items()})
 
 
-def theirs(python: str, url: str, options: argparse.Namespace) -> tuple[dict[str, float], dict[str, float]]:
-    """Medians in seconds: (by our registry, their own headline)."""
-    with tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "result.json"
-        command = [
-            *(python, "-c", BENCH_SERVE, "--backend", "openai", "--base-url", url),
-            *("--model", options.model, "--served-model-name", options.model, "--tokenizer", options.tokenizer),
-            *("--dataset-name", "random", "--random-input-len", str(options.length)),
-            *("--random-output-len", str(options.tokens), "--num-prompts", str(options.requests)),
-            *("--request-rate", str(options.rate), "--seed", "1", "--ignore-eos", "--temperature", "0"),
-            *("--disable-tqdm", "--save-result", "--save-detailed", "--percentile-metrics", "ttft,tpot,itl,e2el"),
-            *("--result-dir", folder, "--result-filename", result.name),
-        ]
-        env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=1800)
-        if done.returncode or not result.exists():
-            raise SystemExit(f"vllm bench serve failed: {(done.stderr or done.stdout).strip()[-2000:]}")
-        found = metrics_of(read(result, "vllm"))
-        headline = json.loads(result.read_text())
-    return (
-        {name: found[name].value or float("nan") for name in PAIRS},
-        {name: headline[key] / 1000.0 for name, key in PAIRS.items() if key in headline},
-    )
+def aiperf(program: str, load: Load, folder: Path) -> Found:
+    data, out = folder / "texts.jsonl", folder / "aiperf"
+    data.write_text("".join(json.dumps({"text": text}) + "\n" for text in load.texts))
+    asked = {"max_tokens": load.tokens, "ignore_eos": True, "temperature": 0}
+    command = [
+        *(program, "profile", "--model", load.model, "--url", load.url, "--endpoint-type", "completions"),
+        *("--streaming", "--tokenizer", load.tokenizer, "--use-server-token-count"),
+        *("--input-file", str(data), "--custom-dataset-type", "single_turn"),
+        *("--dataset-sampling-strategy", "sequential", "--extra-inputs", json.dumps(asked)),
+        *("--request-rate", str(load.rate), "--arrival-pattern", "constant"),
+        *("--request-count", str(len(load.texts)), "--warmup-request-count", str(WARM_UPS)),
+        *("--output-artifact-dir", str(out), "--export-level", "records", "--ui-type", "none"),
+        *("--no-gpu-telemetry", "--no-server-metrics"),
+    ]
+    _run(command, "aiperf", out / "profile_export.jsonl")
+    headline = json.loads((out / "profile_export_aiperf.json").read_text())
+    own = {name: headline[theirs]["p50"] / 1000.0 for name, (_, theirs) in MEDIANS.items() if theirs in headline}
+    return Found(registry(read(out / "profile_export.jsonl", "aiperf")), own)
+
+
+def _run(command: list[str], name: str, result: Path) -> None:
+    # AIPerf takes a local tokenizer only where HF_HUB_OFFLINE is not set.
+    env = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "HF_HUB_OFFLINE")}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=BOUND_S)
+    except OSError as error:
+        raise SystemExit(f"{name}: {command[0]}: {error.strerror}") from None
+    if done.returncode or not result.exists():
+        raise SystemExit(f"{name} failed: {(done.stderr.strip() or done.stdout.strip())[-2000:]}")
+
+
+def rows_of(found: dict[str, Found]) -> list[Row]:
+    """A metric after the other: every client's median, its own headline, and how far they lie apart."""
+    rows = []
+    for name in MEDIANS:
+        mine = found["kvstudy"].registry[name]
+        for client, item in found.items():
+            rows.append(Row(f"{name}: {client}", item.registry[name], "s", item.registry[name] / mine))
+            if name in item.headline:
+                rows.append(Row(f"{name}: {client}, its own headline", item.headline[name], "s"))
+        values = [item.registry[name] for item in found.values()]
+        apart = max(values) / min(values) - 1.0
+        rows.append(Row(f"{name}: furthest apart", apart, "share", None, TOLERANCE, apart <= TOLERANCE))
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--json", action="store_true")
-    parser.add_argument("--vllm-python", default=sys.executable, help="python of an environment that has vllm")
+    parser.add_argument("--vllm-python", help="python of an environment that has vllm (kvstudy environment vllm)")
+    parser.add_argument("--aiperf", help="the program aiperf (kvstudy environment aiperf), DIR/bin/aiperf")
     parser.add_argument("--url", help="an OpenAI-compatible server; a scripted one by default")
-    parser.add_argument("--model", default="mock")
+    parser.add_argument("--model", default="mock", help="its name for the model")
     parser.add_argument("--tokenizer", required=True, help="folder with the model's tokenizer")
-    parser.add_argument("--requests", type=int, default=100)
-    parser.add_argument("--rate", type=float, default=5.0)
+    parser.add_argument("--requests", type=int, default=60)
+    parser.add_argument("--rate", type=float, default=1.0)
     parser.add_argument("--length", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=32)
     options = parser.parse_args()
-    passages = prompts(options.requests, options.length, options.tokenizer)
-    with target(options.url) as url:
-        mine = ours(url, options.model, passages, options.tokens, options.rate)
-        imported, headline = theirs(options.vllm_python, url, options)
-    rows = []
-    for name in PAIRS:
-        ratio = mine[name] / imported[name]
-        rows.append(Row(f"{name}: kvstudy", mine[name], "s", ratio, imported[name], abs(ratio - 1) <= TOLERANCE))
-        rows.append(Row(f"{name}: vllm bench serve, by our registry", imported[name], "s"))
-        rows.append(Row(f"{name}: vllm bench serve's own {PAIRS[name]}", headline.get(name), "s"))
-    emit(rows, options.json)
+    ids, texts = prompts(options.requests, options.length, options.tokenizer)
+    cores = sorted(os.sched_getaffinity(0))
+    with target(options.url, cores) as url, tempfile.TemporaryDirectory() as folder:
+        load = Load(url, options.model, options.tokenizer, ids, texts, options.tokens, options.rate)
+        clients: dict[str, Callable[[], Found]] = {"kvstudy": lambda: ours(load)}
+        if options.vllm_python:
+            clients["vllm bench serve"] = lambda: vllm(options.vllm_python, load, Path(folder))
+        if options.aiperf:
+            clients["aiperf"] = lambda: aiperf(options.aiperf, load, Path(folder))
+        if len(clients) == 1:
+            parser.error("name a client to compare with: --vllm-python, --aiperf")
+        found = {name: client() for name, client in clients.items()}
+    emit(rows_of(found), options.json)
 
 
 if __name__ == "__main__":

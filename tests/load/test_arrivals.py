@@ -137,10 +137,51 @@ def test_a_wrong_trace_is_one_clear_line(tmp_path: Path) -> None:
         read_trace(TraceLoad(duration_s=1, path=str(tmp_path / "none.csv"), format="azure"))
     path = tmp_path / "x.csv"
     path.write_text("a,b\n1,2\n")
-    with pytest.raises(ArrivalError, match="does not read as a azure trace"):
+    with pytest.raises(ArrivalError, match=r"format 'azure': no column 'TIMESTAMP' \(its columns: a, b\)"):
         read_trace(TraceLoad(duration_s=1, path=str(path), format="azure"))
+    with pytest.raises(ArrivalError, match="cannot read the trace"):
+        read_trace(TraceLoad(duration_s=1, path=str(tmp_path), format="azure"))
     with pytest.raises(ArrivalError, match="sha256"):
         read_trace(TraceLoad(duration_s=1, path=str(path), format="azure", sha256="0" * 64))
+
+
+AZURE = "TIMESTAMP,ContextTokens,GeneratedTokens\n"
+BURST = "Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type\n"
+MOONCAKE = '{"timestamp": %s, "input_length": %s, "output_length": 3, "hash_ids": [1]}\n'
+
+
+@pytest.mark.parametrize(
+    ("form", "text", "said"),
+    [
+        ("azure", AZURE + "yesterday,5,5\n", "line 2: TIMESTAMP is 'yesterday'"),
+        ("azure", AZURE + "2023-11-16 18:15:46.6,5\n", "line 2 is cut short"),
+        ("azure", AZURE + "2023-11-16 18:15:46.6,five,5\n", "line 2: ContextTokens is 'five'"),
+        ("azure", AZURE + "2023-11-16 18:15:46.6,5,-5\n", "line 2: -5 tokens"),
+        ("azure", AZURE, "holds no request"),
+        ("azure", "", "no column 'TIMESTAMP' .its columns: none"),
+        ("burstgpt", BURST + "1,GPT,5,5,10,log\nnan,GPT,5,5,10,log\n", "line 3: its time is nan"),
+        ("burstgpt", BURST.replace("Response", "Reply") + "1,GPT,5,5,10,log\n", "no column 'Response tokens'"),
+        ("mooncake", MOONCAKE % (1, 5) + "{not json\n", "line 2: "),
+        ("mooncake", '{"timestamp": 1, "output_length": 1}\n', "line 1: no field 'input_length'"),
+        ("mooncake", MOONCAKE % (1, -5), "line 1: -5 tokens"),
+        ("mooncake", "[1, 2]\n", "line 1: "),
+    ],
+)
+def test_a_broken_trace_is_one_clear_line(tmp_path: Path, form: str, text: str, said: str) -> None:
+    path = tmp_path / "trace"
+    path.write_text(text)
+    with pytest.raises(ArrivalError, match=said) as error:
+        read_trace(TraceLoad.model_validate({"duration_s": 1, "path": str(path), "format": form}))
+    assert "\n" not in str(error.value) and str(path) in str(error.value)
+
+
+def test_a_trace_is_sorted_and_its_blank_lines_are_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "trace"
+    path.write_text(BURST + "\n45,GPT,7,1,8,log\n   \n5,GPT,6,0,6,log\n" + "9000000000,GPT,99999999,1,1,log\n")
+    trace = read_trace(TraceLoad(duration_s=50, path=str(path), format="burstgpt"))
+    assert trace.times.tolist() == [0.0, 40.0, 8999999995.0]
+    assert trace.prompt_tokens.tolist() == [6, 7, 99999999] and trace.output_tokens.tolist() == [1, 1, 1]
+    assert requests_needed(TraceLoad(duration_s=50, path=str(path), format="burstgpt"), 0) == 2
 
 
 @pytest.mark.parametrize("seed", range(200))

@@ -12,6 +12,8 @@ from __future__ import annotations
 import csv
 import hashlib
 import json
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -163,19 +165,24 @@ def read_trace(load: TraceLoad) -> Trace:
     key = (str(path), load.format, load.start_s, stat.st_mtime_ns, stat.st_size)
     if key in _TRACES:
         return _TRACES[key]
-    raw = path.read_bytes()
+    try:
+        raw = path.read_bytes()
+    except OSError as error:
+        raise ArrivalError(f"cannot read the trace: {error}") from error
     if load.sha256 is not None:
         found = hashlib.sha256(raw).hexdigest()
         if found != load.sha256:
             raise ArrivalError(f"{path} is not the trace the load pins: sha256 {found}, wanted {load.sha256}")
     try:
-        rows = _READERS[load.format](raw.decode("utf-8-sig"))
-    except (KeyError, ValueError) as error:
-        raise ArrivalError(f"{path} does not read as a {load.format} trace: {error!r}") from error
+        rows = [_checked(number, row) for number, row in _READERS[load.format](raw.decode("utf-8-sig"))]
+    except ValueError as error:
+        raise ArrivalError(f"{path} does not read as a trace of format '{load.format}': {error}") from error
+    start = 0.0 if load.format == "mooncake" else min((row[0] for row in rows), default=0.0)
+    rows = [(t - start, p, o, h) for t, p, o, h in rows]
     rows.sort(key=lambda row: row[0])
     rows = [(t - load.start_s, p, o, h) for t, p, o, h in rows if t >= load.start_s]
     if not rows:
-        raise ArrivalError(f"{path} holds no request after {load.start_s:g} s")
+        raise ArrivalError(f"{path} holds no request after {load.start_s:g} s (load.start_s)")
     shared = tuple(h for *_, h in rows if h is not None)
     trace = Trace(
         np.array([row[0] for row in rows]),
@@ -188,40 +195,75 @@ def read_trace(load: TraceLoad) -> Trace:
 
 
 _Row = tuple[float, int, int, tuple[int, ...] | None]
+_Numbered = Iterator[tuple[int, _Row]]  # a row with the number of its line
 
 
-def _azure(text: str) -> list[_Row]:
-    rows: list[_Row] = []
+def _checked(number: int, row: _Row) -> _Row:
+    time, prompt, output, _ = row
+    if not math.isfinite(time):
+        raise ValueError(f"line {number}: its time is {time}")
+    if prompt < 0 or output < 0:
+        raise ValueError(f"line {number}: {min(prompt, output)} tokens")
+    return row
+
+
+def _records(text: str, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
+    """Rows of a CSV that has at least these columns, blank lines left out."""
+    reader = csv.DictReader(text.splitlines())
+    missing = [name for name in columns if name not in (reader.fieldnames or ())]
+    if missing:
+        raise ValueError(f"no column '{missing[0]}' (its columns: {', '.join(reader.fieldnames or ['none'])})")
+    for row in reader:
+        values = [row[name] for name in columns]
+        if not any((value or "").strip() for value in values):
+            continue
+        if any(value is None for value in values):
+            raise ValueError(f"line {reader.line_num} is cut short")
+        yield reader.line_num, row
+
+
+def _number(text: str, number: int, name: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"line {number}: {name} is {text!r}, not a number") from None
+
+
+def _azure(text: str) -> _Numbered:
     first: datetime | None = None
-    for row in csv.DictReader(text.splitlines()):
+    for number, row in _records(text, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
         # Seven decimals of a second (and, in the 2024 traces, an offset): fromisoformat takes six.
-        stamp = row["TIMESTAMP"].split("+")[0]
-        whole, _, fraction = stamp.partition(".")
-        when = datetime.fromisoformat(whole)
+        whole, _, fraction = row["TIMESTAMP"].split("+")[0].partition(".")
+        try:
+            when = datetime.fromisoformat(whole)
+        except ValueError:
+            raise ValueError(f"line {number}: TIMESTAMP is {row['TIMESTAMP']!r}, not a date and time") from None
         first = first or when
-        seconds = (when - first).total_seconds() + (float(f"0.{fraction}") if fraction else 0.0)
-        rows.append((seconds, int(row["ContextTokens"]), int(row["GeneratedTokens"]), None))
-    start = min((row[0] for row in rows), default=0.0)
-    return [(t - start, p, o, h) for t, p, o, h in rows]
+        seconds = (when - first).total_seconds() + (_number(f"0.{fraction}", number, "TIMESTAMP") if fraction else 0.0)
+        prompt, output = (int(_number(row[name], number, name)) for name in ("ContextTokens", "GeneratedTokens"))
+        yield number, (seconds, prompt, output, None)
 
 
-def _mooncake(text: str) -> list[_Row]:
-    rows: list[_Row] = []
-    for line in text.splitlines():
-        if line.strip():
+def _mooncake(text: str) -> _Numbered:
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
             row = json.loads(line)
-            ids = tuple(int(item) for item in row.get("hash_ids", ()))
-            rows.append((row["timestamp"] / 1000.0, int(row["input_length"]), int(row["output_length"]), ids))
-    return rows
+            values = (float(row["timestamp"]) / 1000.0, int(row["input_length"]), int(row["output_length"]))
+            ids = tuple(int(item) for item in row.get("hash_ids") or ())
+        except KeyError as error:
+            raise ValueError(f"line {number}: no field {error}") from None
+        except (ValueError, TypeError, AttributeError) as error:
+            raise ValueError(f"line {number}: {error}") from None
+        yield number, (*values, ids)
 
 
-def _burstgpt(text: str) -> list[_Row]:
-    rows: list[_Row] = [
-        (float(row["Timestamp"]), int(row["Request tokens"]), int(row["Response tokens"]), None)
-        for row in csv.DictReader(text.splitlines())
-    ]
-    start = min((row[0] for row in rows), default=0.0)
-    return [(t - start, p, o, h) for t, p, o, h in rows]
+def _burstgpt(text: str) -> _Numbered:
+    names = ("Timestamp", "Request tokens", "Response tokens")
+    for number, row in _records(text, names):
+        time, prompt, output = (_number(row[name], number, name) for name in names)
+        yield number, (time, int(prompt), int(output), None)
 
 
 _READERS = {"azure": _azure, "mooncake": _mooncake, "burstgpt": _burstgpt}

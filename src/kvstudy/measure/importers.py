@@ -5,9 +5,13 @@ Reads the per-request records of `vllm bench serve --save-result --save-detailed
 different things in each (GuideLLM's "time per output token" includes the first token, vLLM's "ITL" is a gap
 between chunks). What a tool does not record is NA here:
 
-* none but GuideLLM (its `targeted_start`) says when a request was due, so `scheduled_s` is the send where it
-  is not known, and latencies start later than ours would;
-* vLLM gives the gaps between chunks (our ICL) and no token counts of them; GuideLLM neither.
+* none but GuideLLM (its `targeted_start`) says when a request was due by the schedule. `scheduled_s` is what comes
+  nearest: when vLLM released it to its own queue (`queue_times`; older releases do not say), when AIPerf issued its
+  credit, else the send. Latencies then start later than ours would;
+* vLLM and AIPerf give the gaps between chunks (our ICL) and no token counts of them; GuideLLM neither.
+
+Tried on files of vLLM 0.32.0 (completions and chat), AIPerf 0.13.0 (completions, chat, with and without
+`--per-chunk-usage`) and GuideLLM 0.8.1 (constant and Poisson), made against `kvstudy mock`.
 """
 
 from __future__ import annotations
@@ -84,12 +88,15 @@ def _row(**known: Any) -> dict[str, Any]:
 def _vllm(text: str) -> list[dict[str, Any]]:
     data = json.loads(text)
     rows = []
-    errors = data.get("errors") or [""] * len(data["ttfts"])
-    for start, ttft, gaps, prompt, output, error in zip(
-        data["start_times"], data["ttfts"], data["itls"], data["input_lens"], data["output_lens"], errors, strict=True
+    count = len(data["ttfts"])
+    errors = data.get("errors") or [""] * count
+    queued = data.get("queue_times") or [0.0] * count
+    columns = ("start_times", "ttfts", "itls", "input_lens", "output_lens")
+    for start, ttft, gaps, prompt, output, error, waited in zip(
+        *(data[name] for name in columns), errors, queued, strict=True
     ):
         row = _row(
-            scheduled_s=float(start),
+            scheduled_s=float(start - waited),
             sent_s=float(start),
             prompt_tokens_asked=int(prompt),
             prompt_tokens=int(prompt),
