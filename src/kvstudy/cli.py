@@ -8,7 +8,7 @@
     kvstudy serve framework=full model=smollm2-135m-instruct --port 8000
     kvstudy recommend --cells results/quick/cells.parquet --model NAME --context N --rate R --kv-memory MIB
     kvstudy compare-implementations study=forks
-    kvstudy prepare | skew | convert | environment | mock
+    kvstudy prepare | skew | convert | environment | mock | import
 
 A stage is called either with a study (`study=NAME` and any Hydra overrides) or with the files that the
 workflow passes it. Exit codes: 0 done, 2 a fault of the input or the installation (one line says what to do),
@@ -341,6 +341,7 @@ COMMANDS: dict[str, tuple[Main, str]] = {
     "claims": (_stage("kvstudy.analysis.claims"), "decide the claims of the field from measured cells"),
     "recommend": (_stage("kvstudy.analysis.recommend"), "which deployment to use, from measured cells"),
     "compare-implementations": (compare_implementations, "the authors' forks against our engine, on the same prompts"),
+    "import": (_stage("kvstudy.measure.importers"), "another load generator's results, by our definitions"),
     "mock": (_stage("kvstudy.load.mock"), "a scripted server to try a client on"),
 }
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pandas as pd
 import pytest
 
-from kvstudy.measure.importers import ImportFault, metrics_of, read
+from kvstudy.grid.records import REQUEST_COLUMNS
+from kvstudy.measure.importers import ImportFault, main, metrics_of, read
 
 # TTFT 50 ms, then a chunk of 4 tokens every 20 ms, 16 tokens: TPOT 4 ms, ICL 20 ms.
 
@@ -16,12 +18,14 @@ def test_vllm(tmp_path: Path) -> None:
     path = tmp_path / "vllm.json"
     data = {
         "start_times": [100.0, 101.0], "ttfts": [0.05, 0.0], "itls": [[0.02] * 3, []], "input_lens": [10, 10],
-        "output_lens": [16, 0], "errors": ["", "Service Unavailable"],
+        "output_lens": [16, 0], "errors": ["", "Service Unavailable"], "queue_times": [0.5, 0.25],
     }  # fmt: skip
     path.write_text(json.dumps(data))
     frame = read(path, "vllm")
     found = metrics_of(frame)
-    assert frame["status"].tolist() == ["ok", "error"] and frame["scheduled_s"].tolist() == [0.0, 1.0]
+    assert frame["status"].tolist() == ["ok", "error"] and frame["scheduled_s"].tolist() == [0.0, 1.25]
+    assert frame["sent_s"].tolist() == [0.5, 1.5] and found["ttft.p50"].value is None
+    assert found["queue.client.mean"].value == pytest.approx(0.375)
     assert found["icl.p50"].value == pytest.approx(0.020)  # vLLM's "ITL"
     assert found["tpot.mean"].value == pytest.approx(0.004)
     assert found["itl.p50"].value is None
@@ -66,6 +70,20 @@ def test_guidellm(tmp_path: Path) -> None:
     assert found["tpot.mean"].value == pytest.approx(0.004)
     assert found["ttft.mean"].value == pytest.approx(0.150)  # from when it was due
     assert found["queue.client.mean"].value == pytest.approx(0.1)
+
+
+def test_the_command_names_every_metric_and_writes_our_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, out = tmp_path / "vllm.json", tmp_path / "requests.parquet"
+    rows = {"start_times": [1.0, 2.0], "ttfts": [0.05] * 2, "itls": [[0.02] * 3] * 2, "input_lens": [9] * 2}
+    path.write_text(json.dumps({**rows, "output_lens": [16] * 2}))
+    assert main(["vllm", str(path), "--out", str(out)]) == 0
+    said = capsys.readouterr().out
+    assert "2 requests, 2 ok" in said and "icl.p50                        0.02*" in said and "vllm: itl" in said
+    assert list(pd.read_parquet(out).columns) == list(REQUEST_COLUMNS)
+    assert main(["aiperf", str(path)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_what_cannot_be_read(tmp_path: Path) -> None:

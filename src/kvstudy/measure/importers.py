@@ -1,9 +1,9 @@
 """Results of other load generators as our table of requests, so that one registry computes every metric.
 
-Reads the per-request records of `vllm bench serve --save-result --save-detailed` (JSON), AIPerf
-(`profile_export.jsonl`) and GuideLLM (`benchmarks.json`). Their aggregates are not read: the same name means
-different things in each (GuideLLM's "time per output token" includes the first token, vLLM's "ITL" is a gap
-between chunks). What a tool does not record is NA here:
+`kvstudy import TOOL FILE` reads the per-request records of `vllm bench serve --save-result --save-detailed`
+(JSON), AIPerf (`profile_export.jsonl`) and GuideLLM (`benchmarks.json`). Their aggregates are not read: the
+same name means different things in each (GuideLLM's "time per output token" includes the first token, vLLM's
+"ITL" is a gap between chunks). What a tool does not record is NA here:
 
 * none but GuideLLM (its `targeted_start`) says when a request was due by the schedule. `scheduled_s` is what comes
   nearest: when vLLM released it to its own queue (`queue_times`; older releases do not say), when AIPerf issued its
@@ -16,16 +16,19 @@ Tried on files of vLLM 0.32.0 (completions and chat), AIPerf 0.13.0 (completions
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from kvstudy.load.client import typed_frame
-from kvstudy.measure.metrics import Window, compute
+from kvstudy.measure.metrics import REGISTRY, Window, compute, split
+from kvstudy.measure.requests import write_requests
 
 _NAN = math.nan
 
@@ -197,3 +200,33 @@ _READERS: dict[str, Callable[[str], list[dict[str, Any]]]] = {
     "aiperf": _aiperf,
     "guidellm": _guidellm,
 }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit code 0, or 2 with one line where the file cannot be read."""
+    parser = argparse.ArgumentParser(prog="kvstudy import", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("tool", choices=sorted(_READERS), help="which tool wrote the file")
+    parser.add_argument("file", type=Path, help="its result with per-request records")
+    parser.add_argument("--out", type=Path, help="also write the requests there, as requests.parquet has them")
+    options = parser.parse_args(argv)
+    try:
+        frame = read(options.file, options.tool)
+        if options.out is not None:
+            write_requests(frame, options.out)
+    except (ImportFault, OSError) as error:
+        print(f"kvstudy import: {error}", file=sys.stderr)
+        return 2
+    found = metrics_of(frame)
+    print(f"{len(frame)} requests, {int((frame['status'] == 'ok').sum())} ok")
+    for name, metric in found.items():
+        if metric.n == 0:
+            continue
+        definition = REGISTRY[split(name)[0]]
+        value = "inf" if metric.infinite else "NA" if metric.value is None else f"{metric.value:.6g}"
+        theirs = getattr(definition, options.tool) or "not reported"
+        print(f"{name:22} {value:>12}{'*' if metric.starred else ' '} {metric.unit:10} {options.tool}: {theirs}")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -103,6 +103,9 @@ _DEFINITIONS = (
         "s",
         "scheduled arrival",
         "never sent",
+        vllm="client_queue_time (from the release to the semaphore)",
+        aiperf=None,
+        guidellm="request_dispatch_delay",
     ),
     Definition(
         "queue.server",

@@ -31,7 +31,6 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 import psutil
-import pyarrow.parquet as pq
 import yaml
 
 from kvstudy.frameworks import http
@@ -49,6 +48,7 @@ from kvstudy.load.text import TextError
 from kvstudy.measure import capacity, fingerprint, gates, metrics, progress
 from kvstudy.measure import state as states
 from kvstudy.measure.memory import Sampler
+from kvstudy.measure.requests import write_requests
 
 MAX_RESTARTS = 3
 #: Bound on requests that warm the server up, each.
@@ -769,19 +769,6 @@ def build_requests(cell: Cell, drawn: workload.Drawn, count: int, model_name: st
             )
         requests.append(client.Request(index, drawn.length_class[index], int(drawn.prompt_tokens[index]), tokens, body))
     return requests
-
-
-def write_requests(frame: pd.DataFrame, path: Path) -> None:
-    """`requests.parquet`, list columns typed even when empty."""
-    import pyarrow as pa
-
-    table = pa.Table.from_pandas(frame.drop(columns=["chunk_s", "chunk_tokens"]), preserve_index=False)
-    at = frame.columns.get_loc("chunk_s")
-    chunk_s = pa.array([None if item is None else list(item) for item in frame["chunk_s"]], pa.list_(pa.float64()))
-    tokens = pa.array([None if item is None else list(item) for item in frame["chunk_tokens"]], pa.list_(pa.int64()))
-    assert isinstance(at, int)
-    table = table.add_column(at, "chunk_s", chunk_s).add_column(at + 1, "chunk_tokens", tokens)
-    pq.write_table(table, path, compression="zstd")
 
 
 def memory_frame(samples: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
