@@ -17,6 +17,7 @@ import numpy as np
 from benchmarks.common import Row, main
 from kvstudy.load.client import Plan, Request, completion_body, run
 from kvstudy.load.mock import Script, running
+from kvstudy.measure import gates
 
 LAG_TARGET_S = 0.005
 
@@ -84,6 +85,7 @@ def measure(rate: float, tokens: int, seconds: float) -> list[Row]:
     asked = (len(times) - 1) / float(np.ptp(times))
     ok = float((frame["status"] == "ok").mean())
     p99 = float(np.nanquantile(lag, 0.99))
+    bound = gates.client_bound(frame)
     return [
         Row(
             f"{name}: rate sent",
@@ -95,6 +97,7 @@ def measure(rate: float, tokens: int, seconds: float) -> list[Row]:
         ),
         Row(f"{name}: answered", ok, "share", ok, 1.0, ok == 1.0),
         Row(f"{name}: p99 lag", p99, "s", p99 / LAG_TARGET_S, LAG_TARGET_S, p99 < LAG_TARGET_S),
+        Row(f"{name}: a cell would say client_bound", float(bound), "(1 is yes)"),
         Row(f"{name}: p99 lag of raw aiohttp", float(np.quantile(theirs_lag, 0.99)), "s"),
         Row(f"{name}: answered to raw aiohttp", theirs_ok, "share"),
         Row(f"{name}: client CPU", ours / seconds, "cores", ours / theirs),

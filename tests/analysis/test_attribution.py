@@ -8,11 +8,18 @@ import numpy as np
 import pandas as pd
 import pytest
 from fabricate import Spec, fabricate
+from scipy import signal
 
 from kvstudy.analysis import attribution
 from kvstudy.analysis.plan import read_plan
 from kvstudy.analysis.table import build
 from kvstudy.grid.store import REQUESTS, Layout
+
+
+def ar1(random: np.random.Generator, n: int, rho: float) -> np.ndarray:
+    noise = random.standard_normal(n)
+    noise[1:] *= np.sqrt(1 - rho**2)
+    return signal.lfilter([1.0], [1.0, -rho], noise)
 
 
 def study(root: Path, specs: list[Spec]) -> pd.DataFrame:
@@ -66,16 +73,21 @@ def test_failed_requests_are_counted_as_lost(tmp_path: Path) -> None:
     assert out.loc["tpot", "lost"] == 3
 
 
-def test_block_bootstrap_covers_and_repeats() -> None:
+@pytest.mark.parametrize("rho", [0.4, 0.8])
+def test_intervals_of_paired_ratios_cover(rho: float) -> None:
     generator = np.random.default_rng(0)
     hits = 0
-    for _ in range(200):
-        noise = generator.normal(size=120)
-        series = np.empty(120)
-        series[0] = noise[0]
-        for i in range(1, 120):
-            series[i] = 0.4 * series[i - 1] + noise[i]
-        low, high = attribution.block_bootstrap([series], seed=1)
+    for _ in range(600):
+        series = [ar1(generator, 120, rho) for _ in range(2)]
+        low, high, p = attribution.dependent_interval(series)
         hits += low <= 0.0 <= high
-    assert hits / 200 > 0.85  # resampling single requests covers 0.76 here
-    assert attribution.block_bootstrap([series], seed=1) == (low, high)
+        assert (p < 0.05) == (not low <= 0.0 <= high)
+    assert 0.93 - 0.018 <= hits / 600 <= 0.97 + 0.014, hits / 600
+
+
+def test_ratios_of_a_metric_are_a_family(tmp_path: Path) -> None:
+    specs = [Spec("full", 2.0)] + [Spec("h2o", 2.0, budget=budget) for budget in (0.2, 0.4, 0.6)]
+    out = attribution.attribute(study(tmp_path, specs), tmp_path)
+    tpot = out[out["metric"] == "tpot"]
+    assert len(tpot) == 3 and (tpot["p_holm"] >= tpot["p"]).all()
+    assert tpot["p_holm"].min() == pytest.approx(min(1.0, 3 * tpot["p"].min()))

@@ -9,15 +9,15 @@ per-request ratios; a mean of ratios of unpaired medians would carry the spread 
     total   <policy> / vllm  what a user sees; engine x policy
 
 Cells are compared at equal model, hardware, KV memory, workload, load and seed only. The interval is
-Student's t over seeds from three seeds on; below that a moving-block bootstrap over the requests in
-their order (neighbours share a queue, so resampling single requests would understate the spread).
+Student's t over seeds from three seeds on; below that over the requests in their order, as many as they are
+worth (neighbours share a queue: `kvstudy.statistics`). `p` is the probability of a ratio so far from 1 if it
+were 1, from the same interval; `p_holm` is adjusted for all ratios of the metric in the study (Holm).
 Requests that failed in either cell are left out and counted (`lost`).
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +30,7 @@ import numpy.typing as npt
 import pandas as pd
 from scipy import stats
 
+from kvstudy import statistics
 from kvstudy.analysis.plan import AnalysisError
 from kvstudy.analysis.replicates import CONFIDENCE, ENOUGH_SEEDS, OVER_SEEDS
 from kvstudy.analysis.table import read_columns, read_table, usable
@@ -37,9 +38,8 @@ from kvstudy.grid.store import REQUESTS, Layout
 
 BASELINE = "vllm"
 CONTROL = "full"
-BOOTSTRAP = "block bootstrap over requests"
+OVER_REQUESTS = "t over effective requests"
 WITHIN_CELLS = "within cells"
-RESAMPLES = 1000
 
 #: Metrics taken request by request, and their unit before the ratio.
 PAIRED = ("ttft", "tpot", "e2el")
@@ -65,6 +65,8 @@ COLUMNS = (
     "low",
     "high",
     "interval",
+    "p",
+    "p_holm",
     "seeds",
     "n",
     "lost",
@@ -164,30 +166,26 @@ def log_ratios(baseline: Times, candidate: Times) -> tuple[dict[str, Floats], in
     return found, int((~answered).sum())
 
 
-def block_bootstrap(series: list[Floats], seed: int) -> tuple[float, float]:
-    """Interval of the mean of the pooled series by resampling blocks within each of them."""
-    generator = np.random.default_rng(seed)
-    total = sum(len(one) for one in series)
-    sums = np.zeros(RESAMPLES)
-    for one in series:
-        n = len(one)
-        length = max(1, round(n ** (1 / 3)))
-        starts = generator.integers(0, n - length + 1, size=(RESAMPLES, -(-n // length)))
-        picks = (starts[:, :, None] + np.arange(length)).reshape(RESAMPLES, -1)[:, :n]
-        sums += one[picks].sum(axis=1)
-    low, high = np.quantile(sums / total, [0.5 - CONFIDENCE / 2, 0.5 + CONFIDENCE / 2])
-    return float(low), float(high)
-
-
 @lru_cache(maxsize=64)
 def _t_quantile(freedom: int) -> float:
     return float(stats.t.ppf(0.5 + CONFIDENCE / 2, freedom))
 
 
-def t_interval(values: Floats) -> tuple[float, float]:
-    """Student's t interval of a mean."""
-    half = _t_quantile(len(values) - 1) * values.std(ddof=1) / np.sqrt(len(values))
-    return float(values.mean() - half), float(values.mean() + half)
+def t_interval(values: Floats) -> tuple[float, float, float]:
+    """Student's t interval of a mean, and the p value of a mean of nought."""
+    error = float(values.std(ddof=1) / np.sqrt(len(values)))
+    mean, half = float(values.mean()), _t_quantile(len(values) - 1) * error
+    p = 2.0 * float(stats.t.sf(abs(mean) / error, len(values) - 1)) if error > 0 else float(mean == 0.0)
+    return mean - half, mean + half, p
+
+
+def dependent_interval(series: list[Floats]) -> tuple[float, float, float]:
+    """The same of the mean of pooled series, each of which is worth its effective size; NaN where that is too small."""
+    pooled = np.concatenate(series)
+    size = sum(statistics.effective_size(one) for one in series)
+    found = (*statistics.mean_interval(pooled, size), statistics.mean_p(pooled, size))
+    low, high, p = (float("nan") if value is None else value for value in found)
+    return low, high, p
 
 
 def attribute(table: pd.DataFrame, results: Path) -> pd.DataFrame:
@@ -213,7 +211,10 @@ def attribute(table: pd.DataFrame, results: Path) -> pd.DataFrame:
             if row is not None:
                 rows.append({**row, "lost": sum(lost for _, lost in found)})
         rows.extend(_throughput_rows(group))
-    return pd.DataFrame(rows, columns=list(COLUMNS))
+    out = pd.DataFrame(rows, columns=list(COLUMNS))
+    for _, family in out.groupby("metric"):
+        out.loc[family.index, "p_holm"] = statistics.holm(family["p"].to_numpy(dtype=np.float64))
+    return out
 
 
 def _common(group: list[Pair]) -> dict[str, Any]:
@@ -239,13 +240,11 @@ def _paired_row(group: list[Pair], metric: str, series: list[Floats]) -> dict[st
     n = sum(len(one) for one in series)
     if len(series) >= ENOUGH_SEEDS:
         means = np.array([one.mean() for one in series])
-        centre, (low, high), interval = float(means.mean()), t_interval(means), OVER_SEEDS
+        centre, (low, high, p), interval = float(means.mean()), t_interval(means), OVER_SEEDS
     else:
         centre = float(sum(one.sum() for one in series) / n)
-        # The same cells give the same interval on every machine and in every run.
-        seed = int.from_bytes(hashlib.sha256(f"{common['cells']}{metric}".encode()).digest()[:8], "big")
-        low, high = block_bootstrap(series, seed)
-        interval = BOOTSTRAP
+        low, high, p = dependent_interval(series)
+        interval = OVER_REQUESTS
     return {
         **common,
         "metric": metric,
@@ -253,6 +252,7 @@ def _paired_row(group: list[Pair], metric: str, series: list[Floats]) -> dict[st
         "low": float(np.exp(low)),
         "high": float(np.exp(high)),
         "interval": interval,
+        "p": p,
         "n": n,
     }
 
@@ -267,14 +267,15 @@ def _throughput_rows(group: list[Pair], metric: str = THROUGHPUT) -> list[dict[s
     if not fine.any():
         return []
     logs = np.log(above[fine] / below[fine])
-    low = high = float("nan")
+    low = high = p = float("nan")
     interval = "none"
     if len(logs) >= ENOUGH_SEEDS:
-        (low, high), interval = t_interval(logs), OVER_SEEDS
+        (low, high, p), interval = t_interval(logs), OVER_SEEDS
     else:
         spread = _within(group, metric)
         if spread is not None:
             low, high = float(logs.mean() - spread), float(logs.mean() + spread)
+            p = 2.0 * float(stats.norm.sf(abs(logs.mean()) / (spread / stats.norm.ppf(0.5 + CONFIDENCE / 2))))
             interval = WITHIN_CELLS
     row = {
         **_common(group),
@@ -283,6 +284,7 @@ def _throughput_rows(group: list[Pair], metric: str = THROUGHPUT) -> list[dict[s
         "low": float(np.exp(low)),
         "high": float(np.exp(high)),
         "interval": interval,
+        "p": p,
         "n": int(fine.sum()),
         "lost": 0,
     }

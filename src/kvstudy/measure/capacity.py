@@ -16,7 +16,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from kvstudy.measure.statistics import wilson
+from kvstudy.statistics import wilson
 
 
 @dataclass(frozen=True)

@@ -149,6 +149,13 @@ def _client(gates: Gates, frame: pd.DataFrame) -> None:
     )
 
 
+def client_bound(frame: pd.DataFrame) -> bool:
+    """Whether the client was too late for these requests to be believed."""
+    gates = Gates()
+    _client(gates, frame)
+    return "client_bound" in gates.reasons
+
+
 def _as_drawn(gates: Gates, frame: pd.DataFrame, planned: int | None, aborted: bool) -> None:
     if planned is None:
         gates._check("not_as_drawn", None, sent=int(frame["sent_s"].notna().sum()))

@@ -17,9 +17,9 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
+from kvstudy import statistics
 from kvstudy.grid.records import Metric
 from kvstudy.grid.schema import Slo
-from kvstudy.measure import statistics
 
 Values = npt.NDArray[np.float64]
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvstudy.measure.statistics import mean_interval, wilson
+from kvstudy.statistics import mean_interval, wilson
 
 #: Measures that are a yes or no of each item.
 SHARES = ("retention", "retention_strict")

@@ -45,7 +45,7 @@ def log_estimate(logs: Sequence[float], variances: Sequence[float | None]) -> tu
     values = np.asarray(logs, dtype=float)
     mean = float(values.mean())
     if len(values) >= ENOUGH_SEEDS:
-        low, high = t_interval(values)
+        low, high, _ = t_interval(values)
     elif all(v is not None for v in variances):
         half = 1.96 * float(np.sqrt(sum(v for v in variances if v is not None))) / len(values)
         low, high = mean - half, mean + half

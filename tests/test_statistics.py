@@ -10,7 +10,7 @@ import pytest
 from scipy import signal
 from scipy.stats import norm
 
-from kvstudy.measure import statistics as st
+from kvstudy import statistics as st
 
 #: 95 % nominal, 93 to 97 wanted; what is added is two standard errors of the trial (0.7 points for 1,000 rounds).
 ROUNDS = 1000
@@ -86,6 +86,29 @@ def test_effective_size() -> None:
     assert np.mean(sizes) == pytest.approx(4000 / 3, rel=0.15)
     assert st.effective_size(np.ones(100)) == 100
     assert st.effective_size(np.arange(5.0)) == 5
+
+
+def test_the_p_value_is_where_the_interval_ends() -> None:
+    random = np.random.default_rng(0)
+    small = 0
+    for _ in range(300):
+        values = random.exponential(1.0, 40) - 1.0
+        low, high = st.mean_interval(values)
+        p = st.mean_p(values)
+        assert low is not None and high is not None and p is not None
+        assert (p < 0.05) == (not low <= 0.0 <= high)
+        small += p < 0.05
+    assert 3 <= small <= 32
+    assert st.mean_p(np.ones(1)) is None and st.mean_p(np.zeros(30)) == 1.0
+
+
+def test_holm() -> None:
+    assert st.holm([0.01, 0.04, 0.03, 0.005]) == pytest.approx([0.03, 0.06, 0.06, 0.02])
+    assert st.holm([0.5, math.nan, 0.9])[[0, 2]] == pytest.approx([1.0, 1.0])
+    # Ten true hypotheses: hardly one family in twenty has a rejection.
+    random = np.random.default_rng(0)
+    wrong = np.mean([st.holm(random.random(10)).min() < 0.05 for _ in range(2000)])
+    assert wrong < 0.06
 
 
 def test_quantiles_with_failures() -> None:
