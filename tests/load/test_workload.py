@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from kvstudy.grid.schema import (
     Budget,
     Cell,
+    EmpiricalLength,
     FixedLength,
     Full,
     Hardware,
@@ -29,6 +30,7 @@ from kvstudy.grid.schema import (
     Workload,
 )
 from kvstudy.grid.store import Layout
+from kvstudy.load.arrivals import ArrivalError
 from kvstudy.load.text import TextError, read_text
 from kvstudy.load.workload import (
     OPENING,
@@ -222,6 +224,19 @@ def test_lengths_of_a_trace(source: Passages, tmp_path: Path) -> None:
     drawn = draw(traced, source, 2)
     assert drawn.prompt_tokens.tolist() == [100, 20]
     assert drawn.output_tokens.tolist() == [44, 9]
+
+
+def test_lengths_drawn_from_a_trace_under_another_load(source: Passages, tmp_path: Path) -> None:
+    path = tmp_path / "burst.csv"
+    rows = [(20, 7), (30, 8), (300, 9)]
+    lines = [f"{i},{p},{o}\n" for i, (p, o) in enumerate(rows)]
+    path.write_text("Timestamp,Request tokens,Response tokens\n" + "".join(lines))
+    drawn_from = EmpiricalLength(path=str(path), format="burstgpt", high=100)
+    drawn = draw(cell(prompt=drawn_from, output=drawn_from, long_share=0.0), source, 64)
+    pairs = set(zip(drawn.prompt_tokens.tolist(), drawn.output_tokens.tolist(), strict=True))
+    assert pairs == {(20, 7), (30, 8), (100, 9)}  # rows stay together, and are cut
+    with pytest.raises(ArrivalError, match="cannot read the trace"):
+        draw(cell(prompt=drawn_from.model_copy(update={"path": "/none"})), source, 4)
 
 
 def test_a_mooncake_trace_shares_the_prefixes_it_names(source: Passages, tmp_path: Path) -> None:

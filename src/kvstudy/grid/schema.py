@@ -78,8 +78,22 @@ class TraceLength(Strict):
     high: PositiveInt
 
 
+class EmpiricalLength(Strict):
+    """Lengths of the rows of a recorded trace, drawn with replacement and cut to `high`, under any load.
+
+    Prompt and output of the same file are taken from the same row, so that they go together as they did.
+    """
+
+    kind: Literal["empirical"] = "empirical"
+    path: str
+    format: Literal["azure", "mooncake", "burstgpt"]
+    sha256: str | None = None
+    high: PositiveInt
+
+
 Length = Annotated[
-    FixedLength | UniformLength | LognormalLength | NormalLength | TraceLength, Field(discriminator="kind")
+    FixedLength | UniformLength | LognormalLength | NormalLength | TraceLength | EmpiricalLength,
+    Field(discriminator="kind"),
 ]
 
 
@@ -375,13 +389,13 @@ def load_label(load: Load) -> str:
 
 
 def length_label(length: Length) -> str:
-    """The part of a length that reads in a cell's name: 256, 128-384, m512 (its median or mean), t3072 (a trace's)."""
+    """The part of a length that reads in a cell's name: 256, 128-384, m512 (median or mean), t3072 (a trace's)."""
     if isinstance(length, FixedLength):
         return number(length.tokens)
     if isinstance(length, UniformLength):
         return f"{length.low}-{length.high}"
-    if isinstance(length, TraceLength):
-        return f"t{length.high}"
+    if isinstance(length, TraceLength | EmpiricalLength):
+        return f"{length.kind[0]}{length.high}"
     return f"m{number(length.median if isinstance(length, LognormalLength) else length.mean)}"
 
 

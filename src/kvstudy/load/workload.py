@@ -39,6 +39,7 @@ from tokenizers import Tokenizer
 
 from kvstudy.grid.schema import (
     Cell,
+    EmpiricalLength,
     FixedLength,
     GammaLoad,
     Length,
@@ -236,7 +237,7 @@ def draw_lengths(
     if isinstance(length, UniformLength):
         span = length.high - length.low + 1
         return length.low + np.minimum((uniform * span).astype(np.int64), span - 1)
-    if isinstance(length, TraceLength):
+    if isinstance(length, TraceLength | EmpiricalLength):
         if trace is None:
             raise WorkloadError("lengths of kind 'trace' need load=trace")
         return np.minimum(trace, length.high)
@@ -249,6 +250,20 @@ def draw_lengths(
     else:  # pragma: no cover - the union is closed
         raise TypeError(type(length))
     return np.clip(np.rint(values), length.low, length.high).astype(np.int64)
+
+
+def recorded(
+    length: Length, uniform: npt.NDArray[np.float64], column: int, own: npt.NDArray[np.int64] | None
+) -> npt.NDArray[np.int64] | None:
+    """Lengths of a trace for each request: the load's `own`, or rows of an empirical length's file drawn by `uniform`.
+
+    `column` is 1 for prompts, 2 for outputs. Other lengths have none.
+    """
+    if not isinstance(length, EmpiricalLength):
+        return own
+    trace = read_trace(TraceLoad(path=length.path, format=length.format, sha256=length.sha256, duration_s=1.0))
+    tokens = trace.prompt_tokens if column == 1 else trace.output_tokens
+    return tokens[(uniform * len(tokens)).astype(np.int64)]
 
 
 def longest(length: Length) -> int:
@@ -282,11 +297,17 @@ def draw(cell: Cell, source: Passages, count: int, chat: _ChatTemplate | None = 
     asked = trace.prompt_tokens[:count] if trace else None
     given = trace.output_tokens[:count] if trace else None
     is_long = uniform[:, 0] < workload.long_share
-    prompt_tokens = draw_lengths(workload.prompt, uniform[:, 1], asked)
-    output_tokens = draw_lengths(workload.output, uniform[:, 2], given)
+    prompt_tokens, output_tokens = (
+        draw_lengths(length, uniform[:, column], recorded(length, uniform[:, 1], column, own))
+        for length, column, own in ((workload.prompt, 1, asked), (workload.output, 2, given))
+    )
     if len(pairs) > 1:
-        prompt_tokens = np.where(is_long, draw_lengths(pairs[1][0], uniform[:, 1], asked), prompt_tokens)
-        output_tokens = np.where(is_long, draw_lengths(pairs[1][1], uniform[:, 2], given), output_tokens)
+        long_prompts, long_outputs = (
+            draw_lengths(length, uniform[:, column], recorded(length, uniform[:, 1], column, own))
+            for length, column, own in ((pairs[1][0], 1, asked), (pairs[1][1], 2, given))
+        )
+        prompt_tokens = np.where(is_long, long_prompts, prompt_tokens)
+        output_tokens = np.where(is_long, long_outputs, output_tokens)
 
     owner = SEED_CLASSES if warmup else cell.seed % SEED_CLASSES
     lead = source.first_token if chat is None else ()
