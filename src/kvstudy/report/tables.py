@@ -30,7 +30,7 @@ MOST_RATIOS = 40
 TABLES: dict[str, Callable[[StudyData], Table]] = {}
 
 #: Metrics of the summary table, in order.
-SUMMARY_METRICS = ("throughput.output", "ttft.p50", "tpot.p50", "e2el.p50")
+SUMMARY_METRICS = ("throughput.output", "goodput", "ttft.p50", "tpot.p50", "e2el.p50")
 
 
 def table(name: str) -> Callable[[Callable[[StudyData], Table]], Callable[[StudyData], Table]]:
@@ -44,7 +44,8 @@ def table(name: str) -> Callable[[Callable[[StudyData], Table]], Callable[[Study
 
 
 def _load(row: pd.Series) -> str:
-    return words.load(row["rate"], row["concurrency"]).replace("requests", "req").replace("request", "req")
+    text = words.load(row["rate"], row["concurrency"]).replace("requests", "req").replace("request", "req")
+    return f"{text}, burstiness {words.plain(row['burstiness'])}" if row["load"] == "gamma" else text
 
 
 def _heads(frame: pd.DataFrame) -> list[str]:
@@ -146,7 +147,7 @@ def summary(data: StudyData) -> Table:
 
 
 def _short(metric: str, label: str) -> str:
-    return {"throughput.output": "Output"}.get(metric, label.replace("median ", ""))
+    return {"throughput.output": "Output", "goodput": "Goodput"}.get(metric, label.replace("median ", ""))
 
 
 def _float(value: Any, factor: float = 1.0) -> float | None:
@@ -231,7 +232,7 @@ def attribution(data: StudyData) -> Table:
     rows: list[list[str]] = []
     groups: list[str] = []
     bold: set[tuple[int, int]] = set()
-    axes = ["workload_key", "long_share", "prompt_tokens", "output_tokens"]
+    axes = ["workload_key", "long_share", "shared_share", "turns", "prompt_tokens", "output_tokens"]
     frame = frame.merge(data.table[axes].drop_duplicates("workload_key"), on="workload_key", how="left")
     frame["_order"] = frame["part"].map({"engine": 0, "policy": 1, "total": 2})
     frame["_level"] = frame["rate"].fillna(frame["concurrency"])

@@ -167,6 +167,10 @@ def workload(row: Any, frame: Any) -> str:
     alike = frame[frame["workload"] == row["workload"]]
     if alike["long_share"].nunique() > 1:
         parts.append(f"{plain(100 * float(row['long_share']))}\N{NO-BREAK SPACE}%\N{NO-BREAK SPACE}long")
+    if alike["shared_share"].nunique() > 1 and row["shared_share"] > 0:
+        parts.append(f"{plain(100 * float(row['shared_share']))}\N{NO-BREAK SPACE}%\N{NO-BREAK SPACE}shared")
+    if alike["turns"].notna().any() and not math.isnan(float(row["turns"])):
+        parts.append(f"{plain(float(row['turns']))}\N{NO-BREAK SPACE}turns")
     for column, way in (("prompt_tokens", "in"), ("output_tokens", "out")):
         if alike[column].nunique() > 1:
             parts.append(f"{plain(float(row[column]))}\N{NO-BREAK SPACE}tokens\N{NO-BREAK SPACE}{way}")

@@ -26,10 +26,36 @@ from kvstudy.report.figures.drawing import (
 )
 from kvstudy.report.figures.registry import Drawn, figure
 
+#: What a study may sweep instead of the load, and the words on its axis.
+SWEPT = {
+    "long_share": "share of long requests",
+    "shared_share": "share of a prompt that is shared",
+    "burstiness": "burstiness (squared coefficient of variation of the gaps)",
+}
 
-def _panels(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+
+def along(frame: pd.DataFrame) -> tuple[pd.DataFrame, str | None]:
+    """The points with `x` and `x_label`, and the swept axis that x is, if it is not the load."""
+    frame = frame.assign(burstiness=frame["burstiness"].mask(frame["load"] == "poisson", 1.0))
+    swept = next((name for name in SWEPT if frame[name].nunique() > 1), None)
+    x = pd.Series(float("nan"), index=frame.index)
+    label = pd.Series("all at once", index=frame.index)
+    choices = {"rate": "offered rate (requests/s)", "concurrency": "requests in flight (closed loop)"}
+    if swept is not None:
+        choices = {swept: SWEPT[swept], **choices}
+    for name, words_of_it in choices.items():
+        label = label.mask(x.isna() & frame[name].notna(), words_of_it)
+        x = x.fillna(frame[name])
+    return frame.assign(x=x.fillna(0.0), x_label=label), swept
+
+
+def _panels(frame: pd.DataFrame, swept: str | None) -> list[tuple[str, pd.DataFrame]]:
     """Split points into panels by what may not share axes; a title names only what differs."""
     keys = ["model", "workload_key", "load", "kv_memory_mib", "hardware"]
+    if swept is not None:
+        # Along a swept axis the load is one: the rate, or the tokens a second that set it.
+        frame = frame.assign(offered=frame["token_rate"].fillna(frame["rate"]))
+        keys = ["model", "workload", "turns", "offered", "x_label", "kv_memory_mib", "hardware"]
     below_full = sorted({float(b) for b in frame["budget_share"] if b < 1})
     crowded = len(below_full) > 3
     parts: list[tuple[dict[str, str], pd.DataFrame]] = []
@@ -37,8 +63,9 @@ def _panels(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
         first = part.iloc[0]
         name = {
             "model": str(first["model"]),
-            "workload": words.workload(first, frame),
-            "load": str(first["load"]),
+            "workload": words.workload(first, frame if swept is None else part),
+            "turns": f"conversations of {first['turns']:.0f} turns" if pd.notna(first["turns"]) else "",
+            "load": _load_of(first, swept),
             "memory": f"KV {words.plain(first['kv_memory_mib'])} MiB",
             "hardware": str(first["hardware"]),
         }
@@ -52,8 +79,16 @@ def _panels(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     titles = []
     for name, _ in parts:
         differing = [value for key, value in name.items() if len({other.get(key) for other, _ in parts}) > 1]
-        titles.append(", ".join(differing))
+        titles.append(", ".join(value for value in differing if value))
     return [(title, part) for title, (_, part) in zip(titles, parts, strict=True)]
+
+
+def _load_of(first: pd.Series, swept: str | None) -> str:
+    if swept is None or first["x_label"] == "all at once":
+        return str(first["load"]) if swept is None else str(first["x_label"])
+    if pd.notna(first["token_rate"]):
+        return f"{words.plain(first['token_rate'])} tokens/s offered"
+    return words.load(first["rate"], first["concurrency"])
 
 
 def _against_load(data: StudyData, metric: str, what: str) -> Drawn:
@@ -63,16 +98,18 @@ def _against_load(data: StudyData, metric: str, what: str) -> Drawn:
     if frame.empty:
         return empty(f"no measured cell of this study has {metric}")
     shown = data.shown(metric)
-    panels = _panels(frame)
+    frame, swept = along(frame)
+    panels = _panels(frame, swept)
     cut = len(panels) - MOST_PANELS
     panels = panels[:MOST_PANELS]
     drawing, axes_list, wide = grid(len(panels))
     lines = data.lines(frame)
     for axes, (title, part) in zip(axes_list, panels, strict=True):
-        x = "rate" if part["rate"].notna().any() else "concurrency"
-        _draw_lines(axes, part, x, lines, shown.factor)
+        _draw_lines(axes, part, "x", lines, shown.factor)
         axes.set_title(wrapped(title, 34))
-        axes.set_xlabel("offered rate (requests/s)" if x == "rate" else "requests in flight (closed loop)")
+        axes.set_xlabel(wrapped(str(part["x_label"].iloc[0]), 34))
+        if (part["x_label"] == "all at once").all():
+            axes.set_xticks([])
         if axes.get_subplotspec().is_first_col():  # type: ignore[union-attr]
             axes.set_ylabel(wrapped(shown.axis, 20) if len(panels) > 1 else shown.axis)
     ok = frame["state"] == "ok"

@@ -118,7 +118,7 @@ def ticks(axes: Axes, values: Sequence[float]) -> None:
         pad = (high / low) ** 0.08
         axes.set_xlim(low / pad, high * pad)
     else:
-        pad = 0.09 * (high - low) or 0.5 * high
+        pad = 0.09 * (high - low) or 0.5 * high or 0.5
         axes.set_xlim(low - pad, high + pad)
     if len(distinct) <= 7:
         axes.xaxis.set_major_locator(FixedLocator(distinct))
