@@ -39,13 +39,14 @@ def along(frame: pd.DataFrame) -> tuple[pd.DataFrame, str | None]:
     frame = frame.assign(burstiness=frame["burstiness"].mask(frame["load"] == "poisson", 1.0))
     swept = next((name for name in SWEPT if frame[name].nunique() > 1), None)
     x = pd.Series(float("nan"), index=frame.index)
-    label = pd.Series("all at once", index=frame.index)
+    label = pd.Series("as drawn", index=frame.index)
     choices = {"rate": "offered rate (requests/s)", "concurrency": "requests in flight (closed loop)"}
     if swept is not None:
         choices = {swept: SWEPT[swept], **choices}
     for name, words_of_it in choices.items():
         label = label.mask(x.isna() & frame[name].notna(), words_of_it)
         x = x.fillna(frame[name])
+    label = label.mask(frame["load"] == "burst", "requests at once")
     return frame.assign(x=x.fillna(0.0), x_label=label), swept
 
 
@@ -84,8 +85,10 @@ def _panels(frame: pd.DataFrame, swept: str | None) -> list[tuple[str, pd.DataFr
 
 
 def _load_of(first: pd.Series, swept: str | None) -> str:
-    if swept is None or first["x_label"] == "all at once":
-        return str(first["load"]) if swept is None else str(first["x_label"])
+    if swept is None:
+        return str(first["load"])
+    if first["load"] == "burst":
+        return "all at once"
     if pd.notna(first["token_rate"]):
         return f"{words.plain(first['token_rate'])} tokens/s offered"
     return words.load(first["rate"], first["concurrency"])
@@ -108,7 +111,7 @@ def _against_load(data: StudyData, metric: str, what: str) -> Drawn:
         _draw_lines(axes, part, "x", lines, shown.factor)
         axes.set_title(wrapped(title, 34))
         axes.set_xlabel(wrapped(str(part["x_label"].iloc[0]), 34))
-        if (part["x_label"] == "all at once").all():
+        if (part["x_label"] == "as drawn").all():
             axes.set_xticks([])
         if axes.get_subplotspec().is_first_col():  # type: ignore[union-attr]
             axes.set_ylabel(wrapped(shown.axis, 20) if len(panels) > 1 else shown.axis)
