@@ -45,7 +45,8 @@ def table(name: str) -> Callable[[Callable[[StudyData], Table]], Callable[[Study
 
 def _load(row: pd.Series) -> str:
     text = words.load(row["rate"], row["concurrency"]).replace("requests", "req").replace("request", "req")
-    return f"{text}, burstiness {words.plain(row['burstiness'])}" if row["load"] == "gamma" else text
+    burstiness = row.get("burstiness")
+    return text if burstiness is None or pd.isna(burstiness) else f"{text}, burstiness {words.plain(burstiness)}"
 
 
 def _heads(frame: pd.DataFrame) -> list[str]:
