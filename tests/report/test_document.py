@@ -160,6 +160,54 @@ def test_payload_numbers_cells_as_the_appendix_does(mixed: StudyData) -> None:
     assert document._ranges([3, 1, 2, 7, 8]) == "1–3, 7, 8"
 
 
+def test_rows_of_tables_carry_the_numbers_of_their_cells(mixed: StudyData) -> None:
+    content = document.payload(mixed, read_plan(mixed.results / "plan/s/plan.json"), mixed.results / "s" / "figures")
+    ids = {cell["id"]: str(cell["number"]) for cell in content["cells"]}
+    for name in ("summary", "attribution", "claims", "guide"):
+        shown = content["tables"][name]
+        assert shown["columns"][-1]["label"] == "Cells" and shown["rows"], name
+    frame = tables.TABLES["summary"](mixed).frame
+    for row, cells in zip(content["tables"]["summary"]["rows"], frame["cells"], strict=True):
+        assert row[-1] == document._ranges(int(ids[cell]) for cell in str(cells).split())
+
+
+def test_what_was_left_out_is_grouped_by_its_reason() -> None:
+    items = [{"cell": f"c{i}", "reason": "too long"} for i in range(5)] + [{"cell": "x", "reason": "no device"}]
+    assert document._left_out(items) == [
+        {"cell": "c0, c1, c2 and 2 more", "reason": "too long"},
+        {"cell": "x", "reason": "no device"},
+    ]
+
+
+def test_a_comparison_tells_every_latency_of_it(mixed: StudyData) -> None:
+    """Time per output token alone would hide what a policy gains in waiting."""
+    text = " ".join(item.text for item in findings.headlines(mixed))
+    policy = text[text.index("The policy, by paired requests") :]
+    for name in ("E2EL ×", "TTFT ×", "TPOT ×"):
+        assert name in policy, name
+
+
+def test_a_policy_that_is_off_says_so_beside_its_budgets(study: Study) -> None:
+    data = study([Spec("h2o", budget=1.0), Spec("h2o", budget=0.3), Spec("full")])
+    assert {label for label, _, _ in data.lines(data.cells)} == {"H2O b=1", "H2O b=0.3", "full (ours)"}
+
+
+def test_columns_of_text_fit_the_line(study: Study) -> None:
+    data = study([Spec(name, 1.0) for name in ("vllm", "full")] + [Spec("h2o", 1.0, budget=0.3)])
+    for name in tables.TABLES:
+        shares = [
+            float(share) for share in re.findall(r"p\{([\d.]+)\\linewidth\}", tables.latex(tables.TABLES[name](data)))
+        ]
+        assert sum(shares) < 1, name
+
+
+def test_the_guide_counts_the_host_s_memory_too(study: Study) -> None:
+    data = study([Spec("h2o", 1.0, budget=0.3), Spec("infinigen", 1.0, budget=0.3)])
+    made = tables.TABLES["guide"](data)
+    device, both = (made.frame[name].iloc[0] for name in ("kv_live", "kv_total"))
+    assert "InfiniGen" in device and both == "H2O b=0.3"
+
+
 def test_csv_is_readable_by_others(tmp_path: Path, mixed: StudyData) -> None:
     tables.write("attribution", mixed, tmp_path)
     with (tmp_path / "attribution.csv").open() as handle:
