@@ -455,6 +455,8 @@ def _log_parent(client: Any, done: Outcome, plan: Plan, tally: Mapping[str, int]
     note = f"**{plan.question}**\n\n{progress}"
     client.set_tag(done.parent_run_id, "mlflow.note.content", note)
     client.set_experiment_tag(done.experiment_id, "mlflow.note.content", note)
+    # Without this MLflow opens an experiment as one of traces and prompts, and the runs are a click away.
+    client.set_experiment_tag(done.experiment_id, "mlflow.experimentKind", "custom_model_development")
     for path in files:
         folder = path.parent.name if path.parent != study_dir else None
         client.log_artifact(done.parent_run_id, str(path), folder)
