@@ -47,7 +47,7 @@ def test_what_agrees_is_counted() -> None:
     assert found["sets_first_difference"] == {"step": 1, "layer": 0, "row": 0, "head": 0}
     assert found["logit_difference"] == 1.0 and found["seconds"] is None
     line = sentence({"upstream": "a", "native": "b", **found})
-    assert "3/4 tokens, 1/2 sets" in line and "not timed (debug switch" in line
+    assert "3/4 tokens equal, 1/2 sets" in line and "not timed (debug switch" in line
 
 
 def test_a_forks_arrays_become_sets_by_row_and_head() -> None:

@@ -283,15 +283,15 @@ def sentence(record: dict[str, Any]) -> str:
     """A record in a line."""
     if "reason" in record:
         return f"{record['upstream']}: {record['reason']}"
-    sets = f"{record['sets_equal']}/{record['sets']} sets" if record["sets"] else "no sets"
+    sets = f"{record['sets_equal']}/{record['sets']} sets" if record["sets"] else "no entries dropped"
     timed = record["seconds"]
     spoken = "not timed (debug switch device=cpu)"
     if timed is not None:
         spoken = ", ".join(f"{side} {took['prefill']:.3g} + {took['decode']:.3g} s" for side, took in timed.items())
     kv = {side: sum(sizes.values()) for side, sizes in record["kv_bytes"].items()}
     return (
-        f"{record['upstream']} against {record['native']}: {record['tokens_equal']}/{record['tokens']} tokens, {sets} "
-        f"equal, logits within {record['logit_difference']:.2g} (deviation {record['logit_deviation']:.2g}); "
+        f"{record['upstream']} against {record['native']}: {record['tokens_equal']}/{record['tokens']} tokens equal, "
+        f"{sets}, logits within {record['logit_difference']:.2g} (deviation {record['logit_deviation']:.2g}); "
         f"KV {kv['upstream'] / 2**20:.3g} MiB against {kv['native'] / 2**20:.3g} MiB; {spoken}"
     )
 

@@ -82,7 +82,8 @@ def run(
         text=True,
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    return np.load(out)
+    with np.load(out) as arrays:
+        return dict(arrays)
 
 
 def cases(folder: str) -> list[tuple[str, dict[str, Any]]]:
@@ -103,8 +104,8 @@ def test_h2o_is_the_authors(model: Path, prefill: str, case: dict[str, Any]) -> 
     # The last step's choice is made but not carried out.
     assert (got["evicted"] == expected[f"evict_slot_{tag}"][: len(got["evicted"])]).all()
     kept = got["kept"]
-    assert kept.shape[2] == 2 * case["hh_k"] - 1 and len(got["evicted"]) == 23
-    assert all(len(set(kept[-2, layer, :, head])) == kept.shape[2] for layer in range(5) for head in range(8))
+    assert kept.shape[2] == 2 * case["hh_k"] - 1 and len(got["evicted"]) == 23 and len(kept) == 24
+    assert all(len(set(kept[-1, layer, :, head])) == kept.shape[2] for layer in range(5) for head in range(8))
 
 
 @pytest.mark.parametrize(

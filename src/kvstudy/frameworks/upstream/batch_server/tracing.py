@@ -107,13 +107,14 @@ class Trace:
     def arrays(self) -> dict[str, Any]:
         """NumPy arrays of all that was recorded since the last call, which it forgets.
 
-        `logits` [steps, batch, vocab]; H2O: `kept` [steps, layers, entries, batch x heads] positions after the prompt
-        and after each decode step, `evicted` [steps - 1, layers, batch x heads] heavy slots; InfiniGen: `fetched`
-        [steps - 1, layers, most, batch x heads], padded with -1, of layers 2 and up.
+        `logits` [steps, batch, vocab]; H2O: `kept` [steps - 1, layers, entries, batch x heads] positions after the
+        prompt and after each decode step but the last, `evicted` [steps - 2, layers, batch x heads] heavy slots;
+        InfiniGen: `fetched` [steps - 1, layers, most, batch x heads], padded with -1, of layers 2 and up.
         """
         out: dict[str, Any] = {"logits": torch.stack(self.logits).numpy()}
         if self.kept_steps:
-            out["kept"] = torch.stack(self.kept_steps).numpy()
+            # The last step's choice is made and not carried out: there is no next token.
+            out["kept"] = torch.stack(self.kept_steps[: max(1, len(self.kept_steps) - 1)]).numpy()
         if self.evicted:
             layers = self.loop.opt.num_hidden_layers
             flat = torch.stack(self.evicted)
