@@ -36,8 +36,8 @@ class Letters:
 
 @pytest.fixture
 def served() -> Iterator[tuple[str, StandIn]]:
-    loop = StandIn(step_s=0.005)
-    config = {"served_model_name": "m", "max_batch": 2, "max_wait_s": 0.05, "kv_memory_bytes": 400}
+    loop = StandIn(step_s=0.01)
+    config = {"served_model_name": "m", "max_batch": 2, "max_wait_s": 0.5, "kv_memory_bytes": 400}
     server = BatchServer(config, loop, Letters()).listen("127.0.0.1", 0)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
@@ -82,7 +82,8 @@ def test_our_client_counts_tokens_and_times_them(served: tuple[str, StandIn]) ->
     frame = client.run(plan, url).frame
     assert list(frame["status"]) == ["ok"] * 3 and list(frame["output_tokens"]) == [6, 6, 6]
     assert all(sum(tokens) == 6 for tokens in frame["chunk_tokens"])
-    assert all(gap > 0.003 for times in frame["chunk_s"] for gap in np.diff(times))  # as the loop yields them
+    # As the loop yields them: six tokens are five steps apart, whatever the machine does meanwhile.
+    assert all(times[-1] - times[0] > 0.9 * 5 * loop.step_s for times in frame["chunk_s"])
     # The third has another length: it waited for the first batch to end, and the server says so.
     assert loop.batches == [[8, 8], [5]]
     assert frame["server_queue_s"].iloc[2] > frame["server_queue_s"].iloc[0]
