@@ -37,11 +37,18 @@ from kvstudy.load.text import read_text
 from kvstudy.measure.importers import metrics_of, read
 
 TOLERANCE = 0.02
-#: `vllm bench serve`, without its console script: that of the CPU wheel asks for a package named `vllm` and
-#: fails.
+#: `vllm bench serve`, without its console script, which asks for a package named `vllm` (the CPU wheel has another
+#: name), and without pandas, which our environment of vLLM lacks: its reader of prompts needs it for JSON lines only.
 BENCH_SERVE = """
-import argparse
+import argparse, json
+from vllm.benchmarks.datasets import datasets
 from vllm.benchmarks.serve import add_cli_args, main
+
+def load_data(self):
+    with open(self.dataset_path) as lines:
+        self.data = [json.loads(line) for line in lines]
+
+datasets.CustomDataset.load_data = load_data
 parser = argparse.ArgumentParser()
 add_cli_args(parser)
 main(parser.parse_args())
