@@ -12,6 +12,7 @@ repeated in memory.
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from kvstudy.engine import kernels
 
@@ -31,13 +32,13 @@ def kernels_enabled() -> bool:
     return _enabled
 
 
-def _library(kv: torch.Tensor) -> kernels.Library | None:
+def _library(kv: Tensor) -> kernels.Library | None:
     if not _enabled or kv.device.type != "cpu" or kv.dtype not in kernels.DTYPES:
         return None
     return kernels.library()
 
 
-def store(kv: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+def store(kv: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
     """Write k, v `[tokens, kv_heads, head_dim]` into slots.
 
     Slots are int64 `[tokens]`, or `[tokens, kv_heads]` where each KV head has its own; they are to be distinct.
@@ -52,14 +53,14 @@ def store(kv: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tenso
 
 
 def decode(
-    q: torch.Tensor,
-    kv: torch.Tensor,
-    tables: torch.Tensor,
-    lengths: torch.Tensor,
+    q: Tensor,
+    kv: Tensor,
+    tables: Tensor,
+    lengths: Tensor,
     scale: float,
-    out: torch.Tensor,
-    mass: torch.Tensor | None = None,
-    sinks: torch.Tensor | None = None,
+    out: Tensor,
+    mass: Tensor | None = None,
+    sinks: Tensor | None = None,
 ) -> None:
     """One query a row over that row's first `lengths[row]` entries (at least 1), softmax in float32.
 
@@ -88,7 +89,7 @@ def decode(
         mass[:, :, :n] = torch.where(beyond[:, None], mass[:, :, :n], p.sum(2))
 
 
-def softmax(scores: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Tensor:
+def softmax(scores: Tensor, sinks: Tensor | None = None) -> Tensor:
     """Softmax over the last axis of `[..., kv_heads, group, n]`; `sinks` `[heads]`, where there are any, take part."""
     if sinks is None:
         return scores.softmax(-1)
@@ -96,7 +97,7 @@ def softmax(scores: torch.Tensor, sinks: torch.Tensor | None = None) -> torch.Te
     return torch.cat((scores, column), dim=-1).softmax(-1)[..., :-1]
 
 
-def gather(kv: torch.Tensor, table: torch.Tensor | object, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+def gather(kv: Tensor, table: Tensor | object, n: int) -> tuple[Tensor, Tensor]:
     """The first n entries of a table (int32 `[max_blocks]`, tensor or array): k, v `[kv_heads, n, head_dim]`."""
     table = torch.as_tensor(table, device=kv.device)
     if (lib := _library(kv)) is not None:
@@ -106,7 +107,7 @@ def gather(kv: torch.Tensor, table: torch.Tensor | object, n: int) -> tuple[torc
     return entries[0], entries[1]
 
 
-def gather_slots(kv: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def gather_slots(kv: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
     """Entries by slot, each KV head its own: slots int64 `[kv_heads, m]` -> k, v `[kv_heads, m, head_dim]`."""
     if (lib := _library(kv)) is not None:
         return lib.gather_slots(kv, slots)
@@ -115,15 +116,7 @@ def gather_slots(kv: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, t
     return kv[slots // size, 0, head, slots % size], kv[slots // size, 1, head, slots % size]
 
 
-def prefill(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    start: int,
-    scale: float,
-    out: torch.Tensor,
-    lse: torch.Tensor | None = None,
-) -> None:
+def prefill(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, out: Tensor, lse: Tensor | None = None) -> None:
     """Causal attention of a chunk: query i, at position start + i, over keys 0 .. start + i.
 
     q, out: `[c, heads, head_dim]`; k, v: `[kv_heads, start + c, head_dim]`, any strides but a contiguous last
@@ -138,15 +131,7 @@ def prefill(
         _prefill_blocks(q, k, v, start, scale, out, lse)
 
 
-def _prefill_flash(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    start: int,
-    scale: float,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
+def _prefill_flash(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, out: Tensor, lse: Tensor | None) -> None:
     """Torch's blocked CPU kernel, twice: over the keys before the chunk, and causally over the chunk."""
     c, heads, dim = q.shape
     kv_heads = k.shape[0]
@@ -154,10 +139,10 @@ def _prefill_flash(
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     queries = q.view(c, kv_heads, group, dim).permute(1, 2, 0, 3)  # batch = KV head, heads = its group
 
-    def part(keys: torch.Tensor, values: torch.Tensor, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    def part(keys: Tensor, values: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
         keys = keys[:, None].expand(-1, group, -1, -1)  # a view: stride 0 over the group
         values = values[:, None].expand(-1, group, -1, -1)
-        result: tuple[torch.Tensor, torch.Tensor] = flash(queries, keys, values, 0.0, causal, scale=scale)
+        result: tuple[Tensor, Tensor] = flash(queries, keys, values, 0.0, causal, scale=scale)
         return result
 
     o, s = part(k[:, start:], v[:, start:], True)  # o [kv_heads, group, c, dim], s [kv_heads, group, c]
@@ -171,15 +156,7 @@ def _prefill_flash(
         lse.view(kv_heads, group, c).copy_(s)
 
 
-def _prefill_blocks(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    start: int,
-    scale: float,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-) -> None:
+def _prefill_blocks(q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, out: Tensor, lse: Tensor | None) -> None:
     """Online softmax over blocks of keys, in float32: the reference, and any device's fallback."""
     c, heads, dim = q.shape
     kv_heads, n, _ = k.shape
@@ -206,7 +183,7 @@ def _prefill_blocks(
         lse.view(kv_heads, group, c).copy_((peak + total.log()).view(kv_heads, group, c))
 
 
-def column_sums(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, start: int, scale: float) -> torch.Tensor:
+def column_sums(q: Tensor, k: Tensor, lse: Tensor, start: int, scale: float) -> Tensor:
     """How much attention each key received from a chunk, summed over its queries and each KV head's query heads.
 
     Returns float32 `[kv_heads, start + c]`. Arguments as `prefill` takes and gives them. By blocks of keys: the

@@ -5,8 +5,9 @@ than computing. Here a layer is: norm, one product for q, k and v, RoPE, attenti
 product for gate and up, SiLU, down product. On a CPU in bfloat16 all of it but the attention is two calls into
 `kernels/layers.c` for each `Library.max_tokens` tokens. Elsewhere it is plain torch.
 
-The fused weights replace the library's storage, whose own parameters become views of them: nothing is held
-twice, and `q_proj` and its like go on working.
+The fused weights replace the library's, which become views of them: nothing is held twice, and `q_proj` and its like
+go on working. The C kernels want weights packed (`Library.pack`), the embedding included where it is the head's too;
+the library's modules are replaced by ones that read these.
 """
 
 from __future__ import annotations
@@ -54,37 +55,34 @@ class Llama:
 
     def __init__(self, lm: Any, geometry: Geometry) -> None:
         self.geometry = geometry
-        self.embedding: torch.Tensor = lm.model.embed_tokens.weight
-        self.head: torch.Tensor = lm.lm_head.weight
         self.norm: torch.Tensor = lm.model.norm.weight
         self.eps: float = lm.config.rms_norm_eps
-        self.layers = [_fuse(layer) for layer in lm.model.layers]
         positions = torch.arange(geometry.max_positions, device=geometry.device)
-        cos, sin = lm.model.rotary_emb(self.embedding, position_ids=positions[None])
+        cos, sin = lm.model.rotary_emb(lm.model.embed_tokens.weight, position_ids=positions[None])
         self.cos: torch.Tensor = cos[0].contiguous()
         self.sin: torch.Tensor = sin[0].contiguous()
-        lib = kernels.library() if geometry.device.type == "cpu" and geometry.dtype is torch.bfloat16 else None
-        sizes = (
-            geometry.hidden_size,
-            geometry.heads * geometry.head_dim,
-            geometry.kv_heads * geometry.head_dim,
-        )
-        fits = all(n % 32 == 0 for n in (*sizes, self.layers[0].down.shape[1])) and self.head.shape[0] % 16 == 0
-        self.lib = lib if lib is not None and lib.max_tokens and fits else None
+        self.lib = _library(lm, geometry)
+        self.inner: int = lm.config.intermediate_size
+        self.qkv_width = (geometry.heads + 2 * geometry.kv_heads) * geometry.head_dim
+        self.layers = [_fuse(layer, self.lib) for layer in lm.model.layers]
+        if self.lib is not None:
+            tied = lm.lm_head.weight is lm.model.embed_tokens.weight
+            lm.lm_head = _Packed(self.lib, self.lib.pack(lm.lm_head.weight))
+            if tied:
+                lm.model.embed_tokens = _PackedEmbedding(lm.lm_head.weight)
+        self.embed, self.head = lm.model.embed_tokens, lm.lm_head
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, attend: Attend, keep: torch.Tensor) -> torch.Tensor:
         """See `Model.forward`."""
-        hidden = F.embedding(ids, self.embedding)
+        hidden = self.embed(ids)
         cos, sin = self.cos[positions], self.sin[positions]
         if self.lib is None:
             hidden = self._plain(hidden, cos, sin, attend)
         else:
             self._compiled(self.lib, hidden, cos, sin, attend)
         every = len(keep) == len(hidden) and torch.equal(keep, torch.arange(len(keep), device=keep.device))
-        hidden = self._last_norm(hidden if every else hidden[keep])
-        if self.lib is None or len(hidden) > self.lib.max_tokens:
-            return F.linear(hidden, self.head)
-        return self.lib.linear(hidden, self.head)
+        logits: torch.Tensor = self.head(self._last_norm(hidden if every else hidden[keep]))
+        return logits
 
     def _last_norm(self, hidden: torch.Tensor) -> torch.Tensor:
         """As the library rounds it: `F.rms_norm` does not, and decides near ties otherwise."""
@@ -101,11 +99,11 @@ class Llama:
         self, lib: kernels.Library, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, attend: Attend
     ) -> None:
         """Two calls a layer around the attention, for each part of the tokens; `hidden` is updated in place."""
-        g, first, tokens = self.geometry, self.layers[0], len(hidden)
+        g, tokens = self.geometry, len(hidden)
         rotated = g.heads + g.kv_heads
         normed = torch.empty_like(hidden)
-        qkv = torch.empty((tokens, first.qkv.shape[0]), dtype=hidden.dtype)
-        act = torch.empty((min(tokens, lib.max_tokens), first.down.shape[1]), dtype=hidden.dtype)
+        qkv = torch.empty((tokens, self.qkv_width), dtype=hidden.dtype)
+        act = torch.empty((min(tokens, lib.max_tokens), self.inner), dtype=hidden.dtype)
         q, k, v = self._split(qkv)
         parts = [slice(at, min(at + lib.max_tokens, tokens)) for at in range(0, tokens, lib.max_tokens)]
         before = [(hidden[p], cos[p], sin[p], normed[p], qkv[p]) for p in parts]
@@ -138,23 +136,75 @@ class Llama:
         return hidden
 
 
-def _fuse(layer: Any) -> _Layer:
+def _library(lm: Any, geometry: Geometry) -> kernels.Library | None:
+    """The compiled kernels, where they are for this device, type and shape."""
+    if geometry.device.type != "cpu" or geometry.dtype is not torch.bfloat16:
+        return None
+    lib = kernels.library()
+    sizes = (
+        geometry.hidden_size,
+        geometry.heads * geometry.head_dim,
+        geometry.kv_heads * geometry.head_dim,
+        lm.config.intermediate_size,
+        lm.lm_head.weight.shape[0],
+    )
+    fits = all(size % kernels.PACKED_ROWS == 0 for size in sizes)
+    return lib if lib is not None and lib.max_tokens and fits else None
+
+
+class _Packed(torch.nn.Module):
+    """A linear layer without bias whose weight is packed, or a part of a packed one."""
+
+    weight: torch.Tensor
+
+    def __init__(self, lib: kernels.Library, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.lib = lib
+        self.register_buffer("weight", weight)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        return self.lib.linear(rows, self.weight).view(*x.shape[:-1], len(self.weight) * kernels.PACKED_ROWS)
+
+
+class _PackedEmbedding(torch.nn.Module):
+    """The rows of a packed weight."""
+
+    weight: torch.Tensor
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.register_buffer("weight", weight)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.weight[ids // kernels.PACKED_ROWS, :, ids % kernels.PACKED_ROWS].flatten(-2)
+
+
+def _fuse(layer: Any, lib: kernels.Library | None) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     return _Layer(
         norm_in=layer.input_layernorm.weight,
-        qkv=_joined(attention.q_proj, attention.k_proj, attention.v_proj),
-        out=attention.o_proj.weight,
+        qkv=_joined(lib, attention, "q_proj", "k_proj", "v_proj"),
+        out=_joined(lib, attention, "o_proj"),
         norm_mlp=layer.post_attention_layernorm.weight,
-        gate_up=_joined(mlp.gate_proj, mlp.up_proj),
-        down=mlp.down_proj.weight,
+        gate_up=_joined(lib, mlp, "gate_proj", "up_proj"),
+        down=_joined(lib, mlp, "down_proj"),
     )
 
 
-def _joined(*projections: torch.nn.Linear) -> torch.Tensor:
-    """One weight for several projections of the same input; theirs become views of it."""
-    joined = torch.cat([p.weight for p in projections])
+def _joined(lib: kernels.Library | None, parent: Any, *names: str) -> torch.Tensor:
+    """One weight for several projections of the same input, packed where `lib` is given; theirs become views of it."""
+    projections = [getattr(parent, name) for name in names]
+    joined = torch.cat([p.weight for p in projections]) if len(names) > 1 else projections[0].weight
+    if lib is not None:
+        joined = lib.pack(joined)
     at = 0
-    for p in projections:
-        p.weight.data = joined[at : at + p.out_features]
-        at += p.out_features
+    for name, p in zip(names, projections, strict=True):
+        if lib is None:
+            p.weight.data = joined[at : at + p.out_features]
+            at += p.out_features
+        else:
+            tiles = p.out_features // kernels.PACKED_ROWS
+            setattr(parent, name, _Packed(lib, joined[at : at + tiles]))
+            at += tiles
     return joined

@@ -183,7 +183,10 @@ class Model:
         rotary = getattr(self.lm.base_model, "rotary_emb", None)
         if rotary is None:
             return x
-        cos, sin = (t[0][:, None] for t in rotary(x, position_ids=positions[None]))
+        if self.fused is not None:
+            cos, sin = self.fused.cos[positions][:, None], self.fused.sin[positions][:, None]
+        else:
+            cos, sin = (t[0][:, None] for t in rotary(x, position_ids=positions[None]))
         half = x.shape[-1] // 2
         if cos.shape[-1] == half:  # GPT-OSS gives each angle once
             cos, sin = (torch.cat((t, t), dim=-1) for t in (cos, sin))

@@ -10,7 +10,7 @@ from typing import Any
 from kvstudy.frameworks import base, http
 from kvstudy.frameworks.base import Counters, Gauge, Launch, ServerProcess, Watch, base_environment
 from kvstudy.frameworks.lease import visibility
-from kvstudy.grid.schema import InfiniGen
+from kvstudy.grid.schema import InfiniGen, Offload
 from kvstudy.grid.secrets import API_KEY
 
 
@@ -22,12 +22,11 @@ def engine_config(launch: Launch, port: int) -> dict[str, Any]:
         raise TypeError(f"{framework.name} ({framework.implementation}) is not served by our engine")
     budget = deployment.budget
     options = framework.policy_options()
-    host_bytes = 0
     if isinstance(framework, InfiniGen):
         # Beside the model's folder, as `Layout.skew` says.
         options["skew"] = f"{launch.model_dir}.skew.safetensors"
-        host_bytes = int(framework.host_kv_memory_mib * (1 << 20))
-    whole = budget.of != "tokens" and budget.share >= 1
+    host_bytes = int(framework.host_kv_memory_mib * (1 << 20)) if isinstance(framework, InfiniGen | Offload) else 0
+    whole = budget.of != "tokens" and budget.share >= 1 and not isinstance(framework, Offload)
     share = float(budget.tokens) if budget.of == "tokens" and budget.tokens is not None else budget.share
     return {
         "model_dir": str(launch.model_dir),

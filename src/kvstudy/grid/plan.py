@@ -85,7 +85,7 @@ def read_pins(root: Path) -> dict[str, dict[str, str]]:
             package, _, version = line.partition("==")
             if package.strip().lower() in ENGINE_PACKAGES and version:
                 own[package.strip().lower()] = version.split()[0]
-    pins = {name: own for name in ("full", "streaming", "h2o", "infinigen", "random")}
+    pins = {name: own for name in ("full", "offload", "streaming", "h2o", "infinigen", "random")}
     for device in ("cpu", "cuda"):
         path = root / "envs" / "vllm" / f"{device}.txt"
         if path.is_file():

@@ -586,6 +586,14 @@ class Full(_Native):
     title: str = Field(default="full cache (ours)")
 
 
+class Offload(_Native):
+    """The whole cache on the host tier, moved in every step (FlexGen, arXiv 2303.06865): InfiniGen's control."""
+
+    name: Literal["offload"] = "offload"
+    title: str = Field(default="full cache on the host (ours)")
+    host_kv_memory_mib: PositiveFloat = 4096.0
+
+
 class Streaming(_Native):
     """Attention sinks and a recent window (StreamingLLM, arXiv 2309.17453)."""
 
@@ -740,6 +748,7 @@ Upstream = FlexGen | H2OUpstream | InfiniGenUpstream
 Framework = Annotated[
     Vllm
     | Full
+    | Offload
     | Streaming
     | Random
     | Annotated[H2O | H2OUpstream, Field(discriminator="implementation")]

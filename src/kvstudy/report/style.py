@@ -24,7 +24,7 @@ COLUMN = 3.35
 PAGE = 7.0
 
 #: Frameworks in the order in which they are listed everywhere.
-ORDER = ("vllm", "full", "h2o", "infinigen", "streaming", "random", "adaptive")
+ORDER = ("vllm", "full", "offload", "h2o", "infinigen", "streaming", "random", "adaptive")
 
 #: Marks of points that are not plain results; the same in every figure and caption.
 FAILED_MARKER = "x"
@@ -44,13 +44,14 @@ class Look:
 _LOOKS = {
     "vllm": Look("#0072B2", "o"),
     "full": Look("#000000", "s"),
+    "offload": Look("#56B4E9", "h"),
     "h2o": Look("#D55E00", "^"),
     "infinigen": Look("#009E73", "D"),
     "streaming": Look("#CC79A7", "v"),
     "random": Look("#7F7F7F", "X"),
     "adaptive": Look("#E69F00", "P"),
 }
-_SPARE = (Look("#56B4E9", "X"), Look("#8C564B", "p"), Look("#B5A700", "<"))
+_SPARE = (Look("#9467BD", "*"), Look("#8C564B", "p"), Look("#B5A700", "<"))
 
 #: Dash patterns of the variants of one framework (its budgets, rules, implementations).
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.2, 1.2, 1.2)), (0, (7, 2)))

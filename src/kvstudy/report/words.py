@@ -12,6 +12,7 @@ MIB = 2**20
 FRAMEWORKS = {
     "vllm": "vLLM",
     "full": "full (ours)",
+    "offload": "full, on the host (ours)",
     "h2o": "H2O",
     "infinigen": "InfiniGen",
     "streaming": "StreamingLLM",

@@ -326,7 +326,8 @@ def test_compiled_loops_are_the_plain_ones(dtype: torch.dtype) -> None:
     partial = [torch.randn(heads, columns, n, generator=random).to(dtype) for n in room]
     scores = torch.full((rows, heads, 700), -torch.inf)
     addresses = np.array([p.data_ptr() for p in partial])
-    compiled.scores(q, addresses, held, room, dtype, scores)
+    counts = compiled.scores(q, addresses, held, room, dtype, 1.5, scores)
+    assert torch.equal(counts, infinigen_rules.qualifying(scores, 1.5))
     for row, keys in enumerate(partial):
         want = (q[row] @ keys.float()[:, :, : held[row]]).amax(dim=1)
         assert torch.allclose(scores[row, :, : held[row]], want, atol=1e-5)
@@ -338,7 +339,8 @@ def test_compiled_loops_are_the_plain_ones(dtype: torch.dtype) -> None:
     scores[2] = -scores[2].abs()
     staged = torch.empty(rows, 2, heads, int(numbers.max()) + 1, dim, dtype=dtype)
     tables = torch.cat([tables, tables], dim=1)[:, :176]
-    entries = compiled.fetch(scores, held, numbers, tables, kv, staged)
+    entries = compiled.select(scores, held, numbers, staged.shape[3])
+    compiled.gather(entries, numbers, tables, kv, staged)
     for row, number in enumerate(numbers.tolist()):
         for head in range(heads):
             own, mine = scores[row, head, : held[row]], entries[row, head, :number]

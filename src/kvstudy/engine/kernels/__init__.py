@@ -22,15 +22,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
-SOURCES = ("attention.c", "prefill.c", "layers.c")
+SOURCES = ("attention.c", "prefill.c", "layers.c", "infinigen.c")
 HEADERS = ("simd.h",)
 BUILD = "-O3 -march=native -fPIC -fopenmp -std=gnu11"
 MATH = "-fno-math-errno -fno-trapping-math -fno-signed-zeros -fassociative-math"
 FLAGS = f"{BUILD} {MATH}".split()
+PACKED_ROWS = 32
+"""Outputs that lie side by side in a packed weight."""
 DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16"}
 SIMD_ONLY = ("prefill", "column_sums", "linear", "llama_before", "llama_after")
 TYPES = {"p": ctypes.c_void_p, "l": ctypes.c_int64, "i": ctypes.c_int, "f": ctypes.c_float}
@@ -45,6 +48,10 @@ SIGNATURES = {
     "linear": "plipiipi",
     "llama_before": "piipfpippiippi",
     "llama_after": "piipippfpipppi",
+    "ig_scores_f32": "ppppllllfplpi",
+    "ig_scores_bf16": "ppppllllfplpi",
+    "ig_select": "plpplllpi",
+    "ig_gather": "ppllplpllpli",
 }
 
 
@@ -56,13 +63,17 @@ class Library:
         self.threads = torch.get_num_threads()
         self._lib = ctypes.CDLL(str(path))
         self.max_tokens: int = self._lib.layers_available()
-        """Tokens up to which `linear` and the `llama_` calls work; 0 where the CPU has no bfloat16 instructions."""
+        """Tokens up to which the `llama_` calls work; 0 where the CPU has no bfloat16 instructions."""
         for name, letters in SIGNATURES.items():
             if self.max_tokens or name not in SIMD_ONLY:
                 getattr(self._lib, name).argtypes = [TYPES[letter] for letter in letters]
         self._decode = {dtype: getattr(self._lib, f"kv_decode_{suffix}") for dtype, suffix in DTYPES.items()}
 
-    def store(self, kv: torch.Tensor, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+    def function(self, name: str) -> Any:
+        """A C function, as it is, for a module that has its own calls."""
+        return getattr(self._lib, name)
+
+    def store(self, kv: Tensor, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """See `attention.store`."""
         _, _, heads, size, dim = kv.shape
         k, v = _rows(k), _rows(v)
@@ -83,14 +94,7 @@ class Library:
         )
 
     def decode(
-        self,
-        q: torch.Tensor,
-        kv: torch.Tensor,
-        tables: torch.Tensor,
-        lengths: torch.Tensor,
-        scale: float,
-        out: torch.Tensor,
-        mass: torch.Tensor | None,
+        self, q: Tensor, kv: Tensor, tables: Tensor, lengths: Tensor, scale: float, out: Tensor, mass: Tensor | None
     ) -> None:
         """See `attention.decode`."""
         _, _, kv_heads, size, dim = kv.shape
@@ -121,7 +125,7 @@ class Library:
         if failed:
             raise MemoryError("decode attention: no memory for its partial results")
 
-    def gather(self, kv: torch.Tensor, table: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(self, kv: Tensor, table: Tensor, n: int) -> tuple[Tensor, Tensor]:
         """See `attention.gather`."""
         _, _, heads, size, dim = kv.shape
         k = torch.empty((heads, n, dim), dtype=kv.dtype)
@@ -140,7 +144,7 @@ class Library:
         )
         return k, v
 
-    def gather_slots(self, kv: torch.Tensor, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather_slots(self, kv: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
         """See `attention.gather_slots`."""
         _, _, heads, size, dim = kv.shape
         slots = slots.contiguous()
@@ -159,20 +163,13 @@ class Library:
         )
         return k, v
 
-    def can_prefill(self, q: torch.Tensor) -> bool:
+    def can_prefill(self, q: Tensor) -> bool:
         """Whether `prefill` and `column_sums` take queries `[c, heads, head_dim]` like these."""
         dim = q.shape[2]
         return self.max_tokens > 0 and q.dtype is torch.bfloat16 and dim % 32 == 0 and dim <= 256
 
     def prefill(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        start: int,
-        scale: float,
-        out: torch.Tensor,
-        lse: torch.Tensor | None,
+        self, q: Tensor, k: Tensor, v: Tensor, start: int, scale: float, out: Tensor, lse: Tensor | None
     ) -> None:
         """See `attention.prefill`."""
         q = _rows(q)
@@ -199,9 +196,7 @@ class Library:
             self.threads,
         )
 
-    def column_sums(
-        self, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, start: int, scale: float
-    ) -> torch.Tensor:
+    def column_sums(self, q: Tensor, k: Tensor, lse: Tensor, start: int, scale: float) -> Tensor:
         """See `attention.column_sums`."""
         q, lse = _rows(q), lse.contiguous()
         c, heads, dim = q.shape
@@ -229,25 +224,31 @@ class Library:
     # -- the rest of a layer: see `fused`. All tensors are bfloat16; rows are contiguous
     # --------------------------------
 
-    def linear(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """x `[tokens, k]` times weight `[n, k]` transposed, n a multiple of 16 and k of 32."""
+    @staticmethod
+    def pack(weight: Tensor) -> Tensor:
+        """A weight `[n, k]` for the calls below, `[n / 32, k / 2, 32, 2]`: n a multiple of 32, k even."""
+        n, k = weight.shape
+        return weight.view(n // PACKED_ROWS, PACKED_ROWS, k // 2, 2).transpose(1, 2).contiguous()
+
+    def linear(self, x: Tensor, weight: Tensor) -> Tensor:
+        """x `[tokens, k]` times a packed weight `[n, k]` transposed."""
         tokens, k = x.shape
-        n = weight.shape[0]
+        n = weight.shape[0] * PACKED_ROWS
         out = torch.empty((tokens, n), dtype=x.dtype)
         self._lib.linear(x.data_ptr(), x.stride(0), tokens, weight.data_ptr(), n, k, out.data_ptr(), self.threads)
         return out
 
     def llama_before(
         self,
-        hidden: torch.Tensor,
-        norm: torch.Tensor,
+        hidden: Tensor,
+        norm: Tensor,
         eps: float,
-        w_qkv: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
+        w_qkv: Tensor,
+        cos: Tensor,
+        sin: Tensor,
         rotated_heads: int,
-        normed: torch.Tensor,
-        qkv: torch.Tensor,
+        normed: Tensor,
+        qkv: Tensor,
     ) -> None:
         """`normed` and `qkv` (q and k rotated) from `hidden`."""
         tokens, size = hidden.shape
@@ -258,7 +259,7 @@ class Library:
             norm.data_ptr(),
             eps,
             w_qkv.data_ptr(),
-            w_qkv.shape[0],
+            qkv.shape[1],
             cos.data_ptr(),
             sin.data_ptr(),
             rotated_heads,
@@ -270,15 +271,15 @@ class Library:
 
     def llama_after(
         self,
-        hidden: torch.Tensor,
-        attended: torch.Tensor,
-        w_out: torch.Tensor,
-        norm: torch.Tensor,
+        hidden: Tensor,
+        attended: Tensor,
+        w_out: Tensor,
+        norm: Tensor,
         eps: float,
-        w_gate_up: torch.Tensor,
-        w_down: torch.Tensor,
-        normed: torch.Tensor,
-        act: torch.Tensor,
+        w_gate_up: Tensor,
+        w_down: Tensor,
+        normed: Tensor,
+        act: Tensor,
     ) -> None:
         """`hidden` after the layer, in place; `normed` and `act` are scratch."""
         tokens, size = hidden.shape
@@ -287,12 +288,12 @@ class Library:
             tokens,
             size,
             attended.data_ptr(),
-            w_out.shape[1],
+            attended.numel() // tokens,
             w_out.data_ptr(),
             norm.data_ptr(),
             eps,
             w_gate_up.data_ptr(),
-            w_down.shape[1],
+            act.shape[1],
             w_down.data_ptr(),
             normed.data_ptr(),
             act.data_ptr(),
@@ -300,7 +301,7 @@ class Library:
         )
 
 
-def _rows(x: torch.Tensor) -> torch.Tensor:
+def _rows(x: Tensor) -> Tensor:
     """x `[tokens, heads, dim]` with its last two dimensions contiguous: x itself, where it is so already."""
     _, heads, dim = x.shape
     return x if x.stride(2) == 1 and (heads == 1 or x.stride(1) == dim) else x.contiguous()

@@ -2,11 +2,12 @@
 // products that for few tokens read the weights at the memory's speed. Rounds where the library rounds (after each of its
 // operations), so that the results agree to the order of summation. `fused.py` says when this is used.
 //
-// A product y = x W^T has x [m][k] and W [n][k], both rows contiguous: a dot product along k for each output, 16 of them
-// at once in registers (4 rows of x by 4 of W, or 1 by 16), so that W needs no packing.
+// A product y = x W^T has x [m][k] as it lies and W packed by `Library.pack`: [n / 32][k / 2][32] pairs along k. A tile is 32
+// outputs of up to 12 tokens: two vectors of W, a pair of x broadcast to each, sums that never go across lanes. An output is
+// summed in the order of k whatever m is, so that a row's result does not depend on who shares its batch.
 #include "simd.h"
 
-enum { COLUMNS = 16, MAX_TOKENS = 256 };
+enum { COLUMNS = 32, TOKENS = 12, MAX_TOKENS = 256 };
 
 int layers_available(void) {
 #ifdef HAVE_BF16_SIMD
@@ -37,77 +38,106 @@ static void rotate(bf16 *x, const bf16 *cosine, const bf16 *sine, int dim) {
     }
 }
 
-static void silu_times(const float *gate, const float *up, bf16 *out, int n) {
-    float s[COLUMNS];
-    for (int from = 0; from < n; from += COLUMNS) {
-        for (int i = 0; i < COLUMNS; i++) s[i] = -rounded(gate[from + i]);
-        exp_and_sum(s, COLUMNS, 0);
-        for (int i = 0; i < COLUMNS; i++) {
-            const float g = rounded(gate[from + i]);
-            out[from + i] = bf16_of_f32(rounded(g / (1 + s[i])) * rounded(up[from + i]));
+INLINE __m512 load16(const bf16 *x) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const void *)x)), 16));
+}
+
+INLINE void save16(bf16 *x, __m512 f) { _mm256_storeu_si256((void *)x, (__m256i)_mm512_cvtneps_pbh(f)); }
+
+INLINE __m512 rounded16(__m512 f) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh(f)), 16));
+}
+
+// y[MT][32] of MT tokens; asks for the weights AHEAD bytes further where this is the first walk over them.
+INLINE void tile_of(const bf16 *x, int64_t x_row, const uint32_t *w, int pairs, int first, float *y, const int MT) {
+    enum { AHEAD = 4096 };
+    __m512 acc[TOKENS][2];
+#pragma GCC unroll 12
+    for (int i = 0; i < MT; i++) acc[i][0] = acc[i][1] = _mm512_setzero_ps();
+#pragma GCC unroll 2
+    for (int d = 0; d < pairs; d++) {
+        const uint32_t *at = w + (int64_t)d * COLUMNS;
+        const __m512bh low = (__m512bh)_mm512_loadu_si512(at), high = (__m512bh)_mm512_loadu_si512(at + 16);
+        if (first) {
+            __builtin_prefetch((const char *)at + AHEAD, 0, 2);
+            __builtin_prefetch((const char *)at + AHEAD + 64, 0, 2);
         }
+#pragma GCC unroll 12
+        for (int i = 0; i < MT; i++) {
+            const __m512bh pair = (__m512bh)_mm512_set1_epi32(((const int *)(x + i * x_row))[d]);
+            acc[i][0] = _mm512_dpbf16_ps(acc[i][0], low, pair);
+            acc[i][1] = _mm512_dpbf16_ps(acc[i][1], high, pair);
+        }
+    }
+#pragma GCC unroll 12
+    for (int i = 0; i < MT; i++) {
+        _mm512_store_ps(y + i * COLUMNS, acc[i][0]);
+        _mm512_store_ps(y + i * COLUMNS + 16, acc[i][1]);
     }
 }
 
-// y[i][j] = x[i] . w[j] for MT x NT = 16 outputs; asks for the weights `ahead` elements further.
-INLINE void sixteen(const bf16 *x, int64_t x_row, const bf16 *w, int k, int64_t ahead, float *y, const int MT, const int NT) {
-    __m512 acc[16];
-#pragma GCC unroll 16
-    for (int i = 0; i < 16; i++) acc[i] = _mm512_setzero_ps();
-    for (int c = 0; c < k; c += 32) {
-        __m512bh a[4];
-#pragma GCC unroll 4
-        for (int i = 0; i < MT; i++) a[i] = (__m512bh)_mm512_loadu_si512(x + i * x_row + c);
-#pragma GCC unroll 16
-        for (int j = 0; j < NT; j++) {
-            const bf16 *at = w + (int64_t)j * k + c;
-            const __m512bh b = (__m512bh)_mm512_loadu_si512(at);
-            if (ahead) __builtin_prefetch(at + ahead, 0, 2);
-#pragma GCC unroll 4
-            for (int i = 0; i < MT; i++) acc[i * NT + j] = _mm512_dpbf16_ps(acc[i * NT + j], a[i], b);
-        }
+static void tile(const bf16 *x, int64_t x_row, const uint32_t *w, int pairs, int first, float *y, int tokens) {
+#define GO(MT) \
+    case MT: \
+        if (first) tile_of(x, x_row, w, pairs, 1, y, MT); \
+        else tile_of(x, x_row, w, pairs, 0, y, MT); \
+        break
+    switch (tokens) {
+        GO(1); GO(2); GO(3); GO(4); GO(5); GO(6); GO(7); GO(8); GO(9); GO(10); GO(11); GO(12);
     }
-    float sums[16];
-    _mm512_storeu_ps(sums, sum_each_of_16(acc));
-    for (int i = 0; i < MT; i++)
-        for (int j = 0; j < NT; j++) y[i * COLUMNS + j] = sums[i * NT + j];
+#undef GO
 }
 
-// y[m][16]: 16 columns of the product. The first walk over the weights fetches those of the next 16 columns.
-static void columns(const bf16 *x, int64_t x_row, int m, const bf16 *w, int k, float *y) {
-    const int64_t next = (int64_t)COLUMNS * k;
-    int i = 0;
-    for (; i + 4 <= m; i += 4)
-        for (int j = 0; j < COLUMNS; j += 4)
-            sixteen(x + i * x_row, x_row, w + (int64_t)j * k, k, i ? 0 : next, y + i * COLUMNS + j, 4, 4);
-    for (; i + 2 <= m; i += 2)
-        for (int j = 0; j < COLUMNS; j += 8)
-            sixteen(x + i * x_row, x_row, w + (int64_t)j * k, k, i ? 0 : next, y + i * COLUMNS + j, 2, 8);
-    for (; i < m; i++) sixteen(x + i * x_row, x_row, w, k, i ? 0 : next, y + i * COLUMNS, 1, 16);
-}
+// m tokens in the fewest groups of at most TOKENS, as even as can be: where group g begins.
+INLINE int groups_of(int m) { return (m + TOKENS - 1) / TOKENS; }
+INLINE int group_at(int m, int g) { return (int)((int64_t)m * g / groups_of(m)); }
 
 // out = x W^T, or where `residual` is given out = residual + x W^T. Called by all threads of a team.
-static void product(const bf16 *x, int64_t x_row, int m, const bf16 *w, int n, int k, const bf16 *residual, bf16 *out) {
-    float y[MAX_TOKENS * COLUMNS];
+static void product(const bf16 *x, int64_t x_row, int m, const uint32_t *w, int n, int k, const bf16 *residual, bf16 *out) {
+    float y[TOKENS * COLUMNS] __attribute__((aligned(64)));
 #pragma omp for schedule(static)
-    for (int j = 0; j < n; j += COLUMNS) {
-        columns(x, x_row, m, w + (int64_t)j * k, k, y);
-        for (int i = 0; i < m; i++)
-            for (int c = 0; c < COLUMNS; c++) {
-                const int64_t at = (int64_t)i * n + j + c;
-                const float value = y[i * COLUMNS + c];
-                out[at] = bf16_of_f32(residual ? f32_of_bf16(residual[at]) + rounded(value) : value);
-            }
-    }
+    for (int j = 0; j < n; j += COLUMNS)
+        for (int g = 0; g < groups_of(m); g++) {
+            const int from = group_at(m, g), tokens = group_at(m, g + 1) - from;
+            tile(x + from * x_row, x_row, w + (int64_t)j * k / 2, k / 2, g == 0, y, tokens);
+            for (int i = 0; i < tokens; i++)
+                for (int c = 0; c < COLUMNS; c += 16) {
+                    const int64_t at = (int64_t)(from + i) * n + j + c;
+                    const __m512 value = _mm512_load_ps(y + i * COLUMNS + c);
+                    save16(out + at, residual ? _mm512_add_ps(load16(residual + at), rounded16(value)) : value);
+                }
+        }
 }
 
-void linear(const bf16 *x, int64_t x_row, int m, const bf16 *w, int n, int k, bf16 *out, int threads) {
+// act = silu(x W_gate^T) * (x W_up^T), the two weights one after the other. Called by all threads of a team.
+static void gated(const bf16 *x, int64_t x_row, int m, const uint32_t *w, int inner, int k, bf16 *act) {
+    float gate[TOKENS * COLUMNS] __attribute__((aligned(64))), up[TOKENS * COLUMNS] __attribute__((aligned(64)));
+#pragma omp for schedule(static)
+    for (int j = 0; j < inner; j += COLUMNS)
+        for (int g = 0; g < groups_of(m); g++) {
+            const int from = group_at(m, g), tokens = group_at(m, g + 1) - from;
+            const uint32_t *w_gate = w + (int64_t)j * k / 2, *w_up = w_gate + (int64_t)inner * k / 2;
+            tile(x + from * x_row, x_row, w_gate, k / 2, g == 0, gate, tokens);
+            tile(x + from * x_row, x_row, w_up, k / 2, g == 0, up, tokens);
+            for (int i = 0; i < tokens * COLUMNS; i += 16) {
+                const __m512 a = rounded16(_mm512_load_ps(gate + i)), b = rounded16(_mm512_load_ps(up + i));
+                const __m512 e = exp16(_mm512_sub_ps(_mm512_setzero_ps(), a));
+                const __m512 silu = rounded16(_mm512_div_ps(a, _mm512_add_ps(_mm512_set1_ps(1.0f), e)));
+                save16(act + (int64_t)(from + i / COLUMNS) * inner + j + i % COLUMNS, _mm512_mul_ps(silu, b));
+            }
+        }
+}
+
+void linear(const bf16 *x, int64_t x_row, int m, const uint32_t *w, int n, int k, bf16 *out, int threads) {
 #pragma omp parallel num_threads(threads)
-    product(x, x_row, m, w, n, k, NULL, out);
+    for (int from = 0; from < m; from += MAX_TOKENS) {
+        const int some = m - from < MAX_TOKENS ? m - from : MAX_TOKENS;
+        product(x + from * x_row, x_row, some, w, n, k, NULL, out + (int64_t)from * n);
+    }
 }
 
 // A layer up to its attention: normed = norm(hidden); qkv = normed W^T; q and k rotated.
-void llama_before(const bf16 *hidden, int m, int hidden_size, const bf16 *norm, float eps, const bf16 *w_qkv, int width,
+void llama_before(const bf16 *hidden, int m, int hidden_size, const bf16 *norm, float eps, const uint32_t *w_qkv, int width,
                   const bf16 *cosine, const bf16 *sine, int rotated_heads, int dim, bf16 *normed, bf16 *qkv, int threads) {
 #pragma omp parallel num_threads(threads)
     {
@@ -123,8 +153,8 @@ void llama_before(const bf16 *hidden, int m, int hidden_size, const bf16 *norm, 
 }
 
 // A layer after its attention: hidden += attended W_o^T; hidden += (silu(gate) * up) W_down^T over norm(hidden).
-void llama_after(bf16 *hidden, int m, int hidden_size, const bf16 *attended, int attended_width, const bf16 *w_o,
-                 const bf16 *norm, float eps, const bf16 *w_gate_up, int inner, const bf16 *w_down, bf16 *normed, bf16 *act,
+void llama_after(bf16 *hidden, int m, int hidden_size, const bf16 *attended, int attended_width, const uint32_t *w_o,
+                 const bf16 *norm, float eps, const uint32_t *w_gate_up, int inner, const uint32_t *w_down, bf16 *normed, bf16 *act,
                  int threads) {
 #pragma omp parallel num_threads(threads)
     {
@@ -132,14 +162,7 @@ void llama_after(bf16 *hidden, int m, int hidden_size, const bf16 *attended, int
 #pragma omp for schedule(static)
         for (int i = 0; i < m; i++)
             rms_norm(hidden + (int64_t)i * hidden_size, norm, normed + (int64_t)i * hidden_size, hidden_size, eps);
-        float gate[MAX_TOKENS * COLUMNS], up[MAX_TOKENS * COLUMNS];
-#pragma omp for schedule(static)
-        for (int j = 0; j < inner; j += COLUMNS) {
-            columns(normed, hidden_size, m, w_gate_up + (int64_t)j * hidden_size, hidden_size, gate);
-            columns(normed, hidden_size, m, w_gate_up + (int64_t)(inner + j) * hidden_size, hidden_size, up);
-            for (int i = 0; i < m; i++)
-                silu_times(gate + i * COLUMNS, up + i * COLUMNS, act + (int64_t)i * inner + j, COLUMNS);
-        }
+        gated(normed, hidden_size, m, w_gate_up, inner, hidden_size, act);
         product(act, inner, m, w_down, hidden_size, inner, hidden, hidden);
     }
 }

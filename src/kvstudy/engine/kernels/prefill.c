@@ -7,6 +7,7 @@
 
 #ifdef HAVE_BF16_SIMD
 enum { ROWS = 32, KEYS = 64, PREFILL_MAX_DIM = 256 };
+#define LOG2E 1.44269504f
 
 typedef struct {
     const bf16 *q, *k, *v;
@@ -29,10 +30,12 @@ static void pack(const Chunk *c, int h, int block, uint32_t *packed, int32_t *po
     }
 }
 
-// s[key][ROWS] = scaled scores of a block of queries with keys first .. first + KEYS - 1, -1e30 where a lane may not look.
-static void scores(const Chunk *c, int h, const uint32_t *packed, const int32_t *position, int first, int keys, float *s) {
+// s[key][ROWS] = scores, times scale, of a block of queries with keys first .. first + KEYS - 1; where MASKED, -1e30 where a
+// lane may not look. top[2] rises to the greatest of each lane.
+INLINE void scores_of(const Chunk *c, int h, const uint32_t *packed, const int32_t *position, int first, int keys,
+                      float scale_by, float *s, __m512 *top, const int MASKED) {
     const __m512i at[2] = {_mm512_loadu_si512(position), _mm512_loadu_si512(position + 16)};
-    const __m512 scale = _mm512_set1_ps(c->scale), never = _mm512_set1_ps(-1e30f);
+    const __m512 scale = _mm512_set1_ps(scale_by), never = _mm512_set1_ps(-1e30f);
     for (int j = 0; j < KEYS; j += 8) {
         const uint32_t *key[8];
         __m512 acc[8][2];
@@ -51,15 +54,40 @@ static void scores(const Chunk *c, int h, const uint32_t *packed, const int32_t 
                 acc[i][1] = _mm512_dpbf16_ps(acc[i][1], q1, pair);
             }
         }
-        for (int i = 0; i < 8; i++) {
-            const __m512i e = _mm512_set1_epi32(j + i < keys ? first + j + i : INT32_MAX);
+#pragma GCC unroll 8
+        for (int i = 0; i < 8; i++)
             for (int half = 0; half < 2; half++) {
-                const __mmask16 seen = _mm512_cmple_epi32_mask(e, at[half]);
-                _mm512_storeu_ps(s + (j + i) * ROWS + half * 16,
-                                 _mm512_mask_mul_ps(never, seen, acc[i][half], scale));
+                __m512 value = _mm512_mul_ps(acc[i][half], scale);
+                if (MASKED) {
+                    const __m512i e = _mm512_set1_epi32(j + i < keys ? first + j + i : INT32_MAX);
+                    value = _mm512_mask_blend_ps(_mm512_cmple_epi32_mask(e, at[half]), never, value);
+                }
+                top[half] = _mm512_max_ps(top[half], value);
+                _mm512_storeu_ps(s + (j + i) * ROWS + half * 16, value);
             }
-        }
     }
+}
+
+static void scores(const Chunk *c, int h, const uint32_t *packed, const int32_t *position, int first, int keys, float scale,
+                   float *s, __m512 *top) {
+    // Lanes go by position, so that the first sees the least; those beyond the last query see nothing.
+    if (keys == KEYS && first + KEYS - 1 <= position[0] && position[ROWS - 1] >= 0)
+        scores_of(c, h, packed, position, first, keys, scale, s, top, 0);
+    else
+        scores_of(c, h, packed, position, first, keys, scale, s, top, 1);
+}
+
+// 2^x to about 2e-6 relative, for x <= 0; below -126 it is 2^-126.
+INLINE __m512 exp2_16(__m512 x) {
+    x = _mm512_max_ps(x, _mm512_set1_ps(-126.0f));
+    const __m512 k = _mm512_roundscale_ps(x, 0), r = _mm512_sub_ps(x, k);
+    __m512 p = _mm512_set1_ps(1.33335581e-3f);
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(9.61812911e-3f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(5.55041087e-2f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.40226507e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.93147181e-1f));
+    p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
+    return _mm512_scalef_ps(p, k);
 }
 
 // out[4 rows][16 ND dims] = out * shrink + P V over pairs of keys.
@@ -105,17 +133,17 @@ static void attend(const Chunk *c, int h, int block, bf16 *out, int64_t out_row,
     const int end = position[rows - 1] + 1;
     for (int first = 0; first < end; first += KEYS) {
         const int keys = end - first < KEYS ? end - first : KEYS;
-        scores(c, h, packed, position, first, keys, s);
+        __m512 top[2] = {peak[0], peak[1]};
+        scores(c, h, packed, position, first, keys, c->scale * LOG2E, s, top);  // in powers of two
         for (int half = 0; half < 2; half++) {
-            __m512 top = peak[half];
-            for (int j = 0; j < KEYS; j++) top = _mm512_max_ps(top, _mm512_loadu_ps(s + j * ROWS + half * 16));
-            const __m512 less = exp16(_mm512_sub_ps(peak[half], top));
+            const __m512 less = exp2_16(_mm512_sub_ps(peak[half], top[half]));
             _mm512_storeu_ps(shrink + half * 16, less);
             sum[half] = _mm512_mul_ps(sum[half], less);
-            peak[half] = top;
+            peak[half] = top[half];
+#pragma GCC unroll 2
             for (int j = 0; j < KEYS; j += 2) {
-                const __m512 a = exp16(_mm512_sub_ps(_mm512_loadu_ps(s + j * ROWS + half * 16), top));
-                const __m512 b = exp16(_mm512_sub_ps(_mm512_loadu_ps(s + (j + 1) * ROWS + half * 16), top));
+                const __m512 a = exp2_16(_mm512_sub_ps(_mm512_loadu_ps(s + j * ROWS + half * 16), top[half]));
+                const __m512 b = exp2_16(_mm512_sub_ps(_mm512_loadu_ps(s + (j + 1) * ROWS + half * 16), top[half]));
                 sum[half] = _mm512_add_ps(sum[half], _mm512_add_ps(a, b));
                 _mm512_storeu_si512(p + j / 2 * ROWS + half * 16,
                                     pairs_of((__m256i)_mm512_cvtneps_pbh(a), (__m256i)_mm512_cvtneps_pbh(b)));
@@ -142,7 +170,7 @@ static void attend(const Chunk *c, int h, int block, bf16 *out, int64_t out_row,
         const int row = block * ROWS + r, token = row / group, head = h * group + row % group;
         bf16 *to = out + token * out_row + (int64_t)head * dim;
         for (int d = 0; d < dim; d++) to[d] = bf16_of_f32(o[r * dim + d] / sums[r]);
-        if (lse) lse[(int64_t)head * c->tokens + token] = peaks[r] + logf(sums[r]);
+        if (lse) lse[(int64_t)head * c->tokens + token] = peaks[r] / LOG2E + logf(sums[r]);
     }
 }
 
@@ -185,7 +213,8 @@ int column_sums(const bf16 *q, int64_t q_row, const bf16 *k, int64_t k_head, int
                     const int row = block * ROWS + r;
                     norm[r] = row < tokens * group ? lse[(int64_t)(h * group + row % group) * tokens + row / group] : 0;
                 }
-                scores(&c, h, packed + ((int64_t)block * kv_heads + h) * size, position + block * ROWS, first, keys, s);
+                __m512 top[2] = {_mm512_setzero_ps(), _mm512_setzero_ps()};  // not wanted here
+                scores(&c, h, packed + ((int64_t)block * kv_heads + h) * size, position + block * ROWS, first, keys, scale, s, top);
                 const __m512 n0 = _mm512_loadu_ps(norm), n1 = _mm512_loadu_ps(norm + 16);
                 for (int j = 0; j < keys; j++) {
                     const __m512 a = exp16(_mm512_sub_ps(_mm512_loadu_ps(s + j * ROWS), n0));

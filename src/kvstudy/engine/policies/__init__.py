@@ -16,6 +16,7 @@ from kvstudy.engine.policies.base import Context, Options, Policy
 
 MODULES: dict[str, str] = {
     "full": "kvstudy.engine.policies.full",
+    "offload": "kvstudy.engine.policies.offload",
     "streaming": "kvstudy.engine.policies.streaming",
     "h2o": "kvstudy.engine.policies.h2o",
     "infinigen": "kvstudy.engine.policies.infinigen",

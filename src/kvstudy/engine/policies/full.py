@@ -10,7 +10,7 @@ import torch
 from kvstudy.engine import attention
 from kvstudy.engine.policies import register
 from kvstudy.engine.policies.base import Chunk, Policy, Prompt, Reservation, Rows
-from kvstudy.engine.pool import BlockTable, stack_tables
+from kvstudy.engine.pool import BlockPool, BlockTable, stack_tables
 from kvstudy.engine.request import Request
 
 
@@ -27,14 +27,19 @@ class Full(Policy):
 
     name = "full"
 
+    @property
+    def pool(self) -> BlockPool:
+        """Where the blocks lie."""
+        return self.context.device_pool
+
     def reserve(self, prompt_tokens: int, max_tokens: int) -> Reservation:
         """Whole blocks for prompt_tokens + max_tokens - 1 entries in every layer."""
-        held = self.context.device_pool.bytes_for(prompt_tokens + max_tokens - 1, self.geometry.layers)
+        held = self.pool.bytes_for(prompt_tokens + max_tokens - 1, self.geometry.layers)
         return Reservation(device_prefill_bytes=held, device_bytes=held)
 
     def open(self, request: Request) -> None:
         most = request.prompt_tokens + request.params.max_tokens - 1
-        request.kv = State(BlockTable(self.context.device_pool, self.geometry.layers, most))
+        request.kv = State(BlockTable(self.pool, self.geometry.layers, most))
 
     def close(self, request: Request) -> None:
         request.kv.table.release()
@@ -45,7 +50,7 @@ class Full(Policy):
         request.kv.table.copy_from(prompt.table)
 
     def begin_step(self, rows: Rows, chunks: list[Chunk]) -> None:
-        device, size = self.geometry.device, self.context.device_pool.block_size
+        device, size = self.geometry.device, self.pool.block_size
         for chunk in chunks:
             chunk.request.kv.table.resize_all(chunk.stop)
         self.chunk_slots = {

@@ -30,12 +30,13 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from kvstudy.engine import attention
+from kvstudy.engine import attention, kernels
 from kvstudy.engine.policies import infinigen_rules as rules
 from kvstudy.engine.policies import register
 from kvstudy.engine.policies.base import Chunk, Context, Policy, Prompt, Reservation, Rows
 from kvstudy.engine.policies.base import Options as BaseOptions
-from kvstudy.engine.policies.infinigen_kernel import SUFFIXES, kernel
+from kvstudy.engine.policies.infinigen_kernel import kernel
+from kvstudy.engine.policies.offload import chunk_on_host
 from kvstudy.engine.pool import BlockTable, stack_tables
 from kvstudy.engine.request import Request
 from kvstudy.engine.skew import load_skew
@@ -218,7 +219,7 @@ class InfiniGen(Policy):
             skew = skew[:, context.shard.mine(g.kv_heads)]
             self.skew = skew[WHOLE_LAYERS:].to(g.device, g.dtype)
         self.staging = Staging(context)
-        usable = g.device.type == "cpu" and g.dtype in SUFFIXES and attention.kernels_enabled()
+        usable = g.device.type == "cpu" and g.dtype in kernels.DTYPES and attention.kernels_enabled()
         self.kernel = kernel() if usable else None
         self.staging_aux = 0
         self.open_requests: dict[int, Request] = {}
@@ -400,13 +401,7 @@ class InfiniGen(Policy):
             return
         assert far_slots is not None
         at = layer - WHOLE_LAYERS
-        host, link = self.context.host_pool, self.context.link
-        link.start(chunk.length * host.entry_bytes, "d2h")
-        attention.store(host.kv, far_slots[at], k.to(host.kv.device), v.to(host.kv.device))
-        if chunk.start:
-            due = link.start(chunk.start * host.entry_bytes, "h2d")
-            keys, values = (x.to(q.device) for x in attention.gather(host.kv, state.far.blocks[at], chunk.stop))
-            link.wait(due)
+        keys, values = chunk_on_host(self.context, far_slots[at], state.far.blocks[at], k, v, chunk)
         self.context.attending.prefill(layer, q, keys, values, chunk.start, out)
         state.magnitudes[at] += self._magnitudes(at, q, k)
         if chunk.last:
@@ -488,19 +483,7 @@ class InfiniGen(Policy):
         at = layer + 1 - WHOLE_LAYERS
         if self.off or not 0 <= at < self.sparse:
             return
-        assert self.batch is not None
-        g = self.geometry
-        q = self.context.rotate(self.context.project_q(layer + 1, hidden), rows.positions)
-        partial_q = q.view(len(rows), g.kv_heads, g.group, g.head_dim) @ self.batch.turn[at] * g.scale
-        if self.kernel is not None:
-            addresses = self.partial_at + at * self.partial_step
-            self.kernel.scores(partial_q.float(), addresses, self.held, self.room, g.dtype, self.scores)
-        else:
-            for row, request in enumerate(rows.requests):
-                state: State = request.kv
-                guess = partial_q[row] @ state.partial[at, :, :, : state.held]
-                self.scores[row, :, : state.held] = rules.group_max(guess.flatten(0, 1), g.kv_heads)
-        counts = self.context.shard.gather(rules.qualifying(self.scores, self.alpha))
+        counts = self.context.shard.gather(self._speculate(layer + 1, hidden, rows))
         if self.options.rule == "speed":
             numbers = torch.minimum(rules.fetch_number(counts, int(self.caps.max()), over=2), self.caps)
         else:
@@ -508,23 +491,49 @@ class InfiniGen(Policy):
         # Layer l + 1's fetch begins before layer l has attended to its own.
         self.fetched[layer + 1] = (numbers, *self._fetch(layer + 1, rows, numbers.cpu().numpy()))
 
-    def _fetch(self, layer: int, rows: Rows, numbers: np.ndarray) -> tuple[int, torch.Tensor]:
-        host, at = self.context.host_pool, layer - WHOLE_LAYERS
-        # One place more than is fetched, for the new token.
-        places = int(numbers.max()) + 1
-        nbytes = int(numbers.sum()) * host.entry_bytes
+    def _speculate(self, layer: int, hidden: torch.Tensor, rows: Rows) -> torch.Tensor:
+        """Guess a layer's scores from its predecessor's input; returns how many qualify, [rows, kv_heads]."""
+        assert self.batch is not None
+        g, at = self.geometry, layer - WHOLE_LAYERS
+        q = self.context.rotate(self.context.project_q(layer, hidden), rows.positions)
+        partial_q = q.view(len(rows), g.kv_heads, g.group, g.head_dim) @ self.batch.turn[at] * g.scale
         if self.kernel is not None:
-            buffer, staged = self.staging.next(len(rows), places, nbytes)
-            entries = self.kernel.fetch(self.scores, self.held, numbers, self.far_tables[at], host.kv, staged)
-        else:
-            entries = self._best(numbers, places)
-            buffer, staged = self.staging.fetch(self._vectors(at, entries), nbytes)
+            addresses = self.partial_at + at * self.partial_step
+            return self.kernel.scores(
+                partial_q.float(), addresses, self.held, self.room, g.dtype, self.alpha, self.scores
+            )
+        for row, request in enumerate(rows.requests):
+            state: State = request.kv
+            guess = partial_q[row] @ state.partial[at, :, :, : state.held]
+            self.scores[row, :, : state.held] = rules.group_max(guess.flatten(0, 1), g.kv_heads)
+        return rules.qualifying(self.scores, self.alpha)
+
+    def _fetch(self, layer: int, rows: Rows, numbers: np.ndarray) -> tuple[int, torch.Tensor]:
+        at = layer - WHOLE_LAYERS
+        # One place more than is fetched, for the new token.
+        entries = self._select(numbers, int(numbers.max()) + 1)
+        buffer, staged = self._gather(at, entries, numbers)
         self.attended[:, layer] = numbers + 1
         if self.limited:
             self._remember(at, rows, numbers, entries)
         if self.watch is not None:
             chosen = [entries[row, :, :number] for row, number in enumerate(numbers.tolist())]
             self.watch(Fetched(layer, rows, self.scores, numbers, chosen))
+        return buffer, staged
+
+    def _select(self, numbers: np.ndarray, places: int) -> torch.Tensor:
+        if self.kernel is not None:
+            return self.kernel.select(self.scores, self.held, numbers, places)
+        return self._best(numbers, places)
+
+    def _gather(self, at: int, entries: torch.Tensor, numbers: np.ndarray) -> tuple[int, torch.Tensor]:
+        """Begin to move entries [rows, kv_heads, places]: into which buffer, and the buffer."""
+        host, (rows, _, places) = self.context.host_pool, entries.shape
+        nbytes = int(numbers.sum()) * host.entry_bytes
+        if self.kernel is None:
+            return self.staging.fetch(self._vectors(at, entries), nbytes)
+        buffer, staged = self.staging.next(rows, places, nbytes)
+        self.kernel.gather(entries, numbers, self.far_tables[at], host.kv, staged)
         return buffer, staged
 
     def _best(self, numbers: np.ndarray, places: int) -> torch.Tensor:
@@ -569,8 +578,7 @@ class InfiniGen(Policy):
             return
         numbers, buffer, staged = self.fetched.pop(layer)
         self.staging.wait(buffer)
-        staged[self.row_index, 0, :, numbers] = k
-        staged[self.row_index, 1, :, numbers] = v
+        attention.store(staged, self.row_index * staged.shape[3] + numbers, k, v)
         self.new_k[layer - WHOLE_LAYERS], self.new_v[layer - WHOLE_LAYERS] = k, v
         attending.decode(layer, q, staged, self.row_blocks, (numbers + 1).int(), out)
 

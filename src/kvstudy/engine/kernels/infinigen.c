@@ -1,0 +1,144 @@
+// InfiniGen's heavy loops on a CPU: speculated scores, the best of them, and copying what is fetched.
+// `policies/infinigen_kernel.py` has the calls; the rule (number of entries) stays in `infinigen_rules`.
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+static inline float f32_of_bf16(uint16_t x) { uint32_t b = (uint32_t)x << 16; float f; memcpy(&f, &b, 4); return f; }
+static inline float f32_of_f32(float x) { return x; }
+
+enum { BLOCK = 64, MOST_GROUP = 4 };
+
+// scores[r][h][j] = max over the group's queries of q . partial[r][h][:, j], for j < held[r], and counts[r][h] = how many
+// of them are above their greatest less alpha. partial[r] points to one layer's [heads][columns][room[r]]. Queries go by
+// G at a time, so that a partial key is converted once for all of them; sums are in the order of the columns.
+#define SCORES(SUFFIX, T) \
+    static inline __attribute__((always_inline)) void block_##SUFFIX( \
+        const float *q, const T *keys, long columns, long room, long n, float *out, int fresh, const int G) { \
+        float sum[MOST_GROUP][BLOCK] = {{0}}; \
+        for (long c = 0; c < columns; c++) { \
+            float key[BLOCK]; \
+            const T *line = keys + c * room; \
+            if (n == BLOCK) for (int j = 0; j < BLOCK; j++) key[j] = f32_of_##SUFFIX(line[j]); \
+            else for (long j = 0; j < BLOCK; j++) key[j] = j < n ? f32_of_##SUFFIX(line[j]) : 0; \
+            for (int g = 0; g < G; g++) { \
+                const float weight = q[g * columns + c]; \
+                for (int j = 0; j < BLOCK; j++) sum[g][j] += weight * key[j]; \
+            } \
+        } \
+        for (int g = 1; g < G; g++) \
+            for (int j = 0; j < BLOCK; j++) sum[0][j] = sum[g][j] > sum[0][j] ? sum[g][j] : sum[0][j]; \
+        for (long j = 0; j < n; j++) out[j] = fresh || sum[0][j] > out[j] ? sum[0][j] : out[j]; \
+    } \
+    void ig_scores_##SUFFIX(const float *q, const int64_t *partial, const int64_t *held, const int64_t *room, long rows, \
+                            long heads, long group, long columns, float alpha, float *scores, long width, \
+                            int64_t *counts, int threads) { \
+        _Pragma("omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)") \
+        for (long r = 0; r < rows; r++) \
+            for (long h = 0; h < heads; h++) { \
+                const T *keys = (const T *)partial[r] + h * columns * room[r]; \
+                float *out = scores + (r * heads + h) * width; \
+                for (long first = 0; first < held[r]; first += BLOCK) { \
+                    const long n = held[r] - first < BLOCK ? held[r] - first : BLOCK; \
+                    for (long g = 0; g < group; g += MOST_GROUP) { \
+                        const float *mine = q + ((r * heads + h) * group + g) * columns; \
+                        switch (group - g) { \
+                            case 1: block_##SUFFIX(mine, keys + first, columns, room[r], n, out + first, !g, 1); break; \
+                            case 2: block_##SUFFIX(mine, keys + first, columns, room[r], n, out + first, !g, 2); break; \
+                            case 3: block_##SUFFIX(mine, keys + first, columns, room[r], n, out + first, !g, 3); break; \
+                            default: block_##SUFFIX(mine, keys + first, columns, room[r], n, out + first, !g, 4); \
+                        } \
+                    } \
+                } \
+                float best = out[0]; \
+                for (long j = 1; j < held[r]; j++) best = out[j] > best ? out[j] : best; \
+                const float floor = best - alpha; \
+                int32_t above = 0; \
+                for (long j = 0; j < held[r]; j++) above += out[j] > floor; \
+                counts[r * heads + h] = above; \
+            } \
+    }
+SCORES(f32, float)
+SCORES(bf16, uint16_t)
+
+// Floats as integers in the same order.
+static inline uint32_t rank_of(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits & 0x80000000u ? ~bits : bits | 0x80000000u;
+}
+
+// The indices of the m greatest of n scores, rising; of equals the first. The m-th greatest rank is found bit by bit, by
+// counting, which a CPU does sixteen scores at a time. `picked` has room for m + 1.
+static void top(const float *scores, long n, long m, uint32_t *ranks, int64_t *picked) {
+    for (long i = 0; i < n; i++) ranks[i] = rank_of(scores[i]);
+    uint32_t least = 0;
+    for (int bit = 31; bit >= 0; bit--) {
+        const uint32_t wanted = least | 1u << bit;
+        int32_t count = 0;
+        for (long i = 0; i < n; i++) count += ranks[i] >= wanted;
+        if (count >= m) least = wanted;
+        if (count == m) break;
+    }
+    int32_t above = 0;
+    for (long i = 0; i < n; i++) above += ranks[i] > least;
+    long ties = m - above, at = 0;
+    for (long i = 0; i < n && at < m; i++) {
+        const int tie = ranks[i] == least && ties > 0;
+        picked[at] = i;
+        at += (ranks[i] > least) | tie;
+        ties -= tie;
+    }
+    picked[m] = 0;
+}
+
+enum { AHEAD = 12 };
+
+static inline const char *key_of(int64_t entry, const int32_t *table, const char *kv, long heads, long h,
+                                 long block_size, long row_bytes) {
+    long block = table[entry / block_size];
+    return kv + ((block * 2 * heads + h) * block_size + entry % block_size) * row_bytes;
+}
+
+// Each row's and head's numbers[r] best entries into entries [rows][heads][places], numbers[r] < places.
+int ig_select(const float *scores, long width, const int64_t *held, const int64_t *numbers, long rows, long heads,
+              long places, int64_t *entries, int threads) {
+    int failed = 0;
+    #pragma omp parallel num_threads(threads)
+    {
+        uint32_t *ranks = malloc(sizeof(uint32_t) * width);
+        if (!ranks) failed = -1;
+        #pragma omp for collapse(2) schedule(dynamic, 1)
+        for (long r = 0; r < rows; r++)
+            for (long h = 0; h < heads; h++)
+                if (numbers[r] && ranks)
+                    top(scores + (r * heads + h) * width, held[r], numbers[r], ranks, entries + (r * heads + h) * places);
+        free(ranks);
+    }
+    return failed;
+}
+
+// Their keys and values into staging [rows][2][heads][places] of row_bytes.
+void ig_gather(const int64_t *entries, const int64_t *numbers, long rows, long heads, const int32_t *tables, long blocks,
+               const char *kv, long block_size, long row_bytes, char *staging, long places, int threads) {
+    #pragma omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)
+    for (long r = 0; r < rows; r++)
+        for (long h = 0; h < heads; h++) {
+            const int64_t *mine = entries + (r * heads + h) * places;
+            char *keys = staging + (r * 2 * heads + h) * places * row_bytes;
+            char *values = keys + heads * places * row_bytes;
+            const int32_t *table = tables + r * blocks;
+            for (long j = 0; j < numbers[r]; j++) {
+                if (j + AHEAD < numbers[r]) {  // entries lie apart: fetch what comes while this one is copied
+                    const char *later = key_of(mine[j + AHEAD], table, kv, heads, h, block_size, row_bytes);
+                    for (long b = 0; b < row_bytes; b += 64) {
+                        __builtin_prefetch(later + b);
+                        __builtin_prefetch(later + heads * block_size * row_bytes + b);
+                    }
+                }
+                const char *key = key_of(mine[j], table, kv, heads, h, block_size, row_bytes);
+                memcpy(keys + j * row_bytes, key, row_bytes);
+                memcpy(values + j * row_bytes, key + heads * block_size * row_bytes, row_bytes);
+            }
+        }
+}
