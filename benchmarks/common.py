@@ -1,7 +1,7 @@
 """What every benchmark shares: rows, the machine, and `--json`.
 
 A benchmark answers `--json` with one object, `{"machine": {...}, "rows": [{"name", "value", "unit", "ratio", "target",
-"met"}, ...]}`, and otherwise prints a table. Exit code 1 when a target was not met.
+"met", "beside"}, ...]}`, and otherwise prints a table. Exit code 1 when a target was not met.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 
 
 @dataclass(frozen=True)
 class Row:
-    """One number. `ratio` is to what it is compared with; `target` is what `value` should reach, if anything."""
+    """One number. `ratio` is to what it is compared with, `target` what one of both should reach, if anything.
+
+    `beside` holds the absolute values and limits that belong to it, units in their names.
+    """
 
     name: str
     value: float | None
@@ -23,6 +26,7 @@ class Row:
     ratio: float | None = None
     target: float | None = None
     met: bool | None = None
+    beside: dict[str, float] = field(default_factory=dict)
 
 
 def machine() -> dict[str, Any]:
@@ -41,14 +45,20 @@ def main(description: str, rows: Callable[[], Sequence[Row]]) -> NoReturn:
     emit(rows(), options.json)
 
 
+def line(row: Row) -> str:
+    """A row as text; a second line has what stands beside it."""
+    value = "NA" if row.value is None else f"{row.value:.4g}"
+    ratio = "" if row.ratio is None else f"  x{row.ratio:.3g}"
+    target = "" if row.met is None else f"  target {row.target:.4g}: {'met' if row.met else 'NOT MET'}"
+    beside = "; ".join(f"{name} {number:.4g}" for name, number in row.beside.items())
+    return f"{row.name:55} {value:>10} {row.unit}{ratio}{target}" + (f"\n    {beside}" if beside else "")
+
+
 def emit(found: Sequence[Row], as_json: bool) -> NoReturn:
     """Print rows and exit: 1 when a target was not met."""
     if as_json:
         print(json.dumps({"machine": machine(), "rows": [asdict(row) for row in found]}, indent=1))
     else:
         for row in found:
-            value = "NA" if row.value is None else f"{row.value:.4g}"
-            ratio = "" if row.ratio is None else f"  x{row.ratio:.3g}"
-            target = "" if row.met is None else f"  target {row.target:.4g}: {'met' if row.met else 'NOT MET'}"
-            print(f"{row.name:55} {value:>10} {row.unit}{ratio}{target}")
+            print(line(row))
     raise SystemExit(0 if all(row.met is not False for row in found) else 1)

@@ -25,7 +25,7 @@ from kvstudy.frameworks.base import (
 )
 from kvstudy.frameworks.native import NativeServer, engine_config
 from kvstudy.frameworks.vllm import VllmServer
-from kvstudy.grid.schema import Budget, Deployment, Framework, Full, Hardware, Model, Streaming, Vllm
+from kvstudy.grid.schema import Budget, Deployment, Framework, Full, Hardware, Model, Offload, Streaming, Vllm
 
 CORES = sorted(os.sched_getaffinity(0))
 CARD = {"kv_bytes_per_token": 23040, "parameters": 134_515_008}
@@ -58,6 +58,8 @@ def test_our_config_is_the_engines(tmp_path: Path) -> None:
     assert half["budget"] == {"share": 0.5, "of": "current"}
     absolute = engine_config(launch(Full(), tmp_path, budget=Budget(of="tokens", tokens=256)), 1)
     assert EngineConfig.model_validate(absolute).budget.entries(1000) == 256
+    offload = EngineConfig.model_validate(engine_config(launch(Offload(host_kv_memory_mib=64), tmp_path), 1))
+    assert offload.policy == "offload" and offload.host_kv_memory_bytes == 64 << 20
 
 
 def test_vllm_s_own_answers_hold_the_same_bytes(tmp_path: Path) -> None:

@@ -1,0 +1,207 @@
+"""Our engine as a side of `engine.py`: one engine a process, stepped by hand, its policies side by side.
+
+Groups of requests decode by turns: a group's requests are the only ones that the scheduler knows while it is stepped.
+KV of policy `full` and `offload` is put in place as random numbers instead of being computed (their time does not
+depend on it); the others read their prompts, because what they keep does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.sides import answer_calls
+from kvstudy.engine import kernels
+from kvstudy.engine.config import Budget, EngineConfig
+from kvstudy.engine.core import Engine
+from kvstudy.engine.request import Request, SamplingParams
+
+PLACED = ("full", "offload")
+
+
+class Kvstudy:
+    """The calls."""
+
+    engine: Engine
+
+    def __init__(self) -> None:
+        self.groups: dict[str, list[Request]] = {}
+        self.spent: dict[str, float] = defaultdict(float)
+
+    def start(self, model: str, cores: list[int], budget: dict[str, Any] | None = None, **options: Any) -> None:
+        """Load a model folder with these options of `EngineConfig`."""
+        self.engine = Engine(
+            EngineConfig(
+                model_dir=Path(model),
+                cores=cores,
+                block_size=32,
+                budget=Budget(**(budget or {})),
+                max_num_seqs=256,
+                **options,
+            )
+        )
+        self.engine.device_pool.kv.normal_()
+        self.engine.host_pool.kv.normal_()
+
+    def machine(self) -> dict[str, float]:
+        """What limits are computed from: the rates of reading KV and of the largest product, and the model's sizes.
+
+        `layer_flops` and `attention_flops` are of one token, the latter for each token that it attends to.
+        """
+        words = self.engine.device_pool.kv.view(torch.int32).flatten()
+        read = words.numel() * 4 / min(_timed(words.max) for _ in range(5))
+        g, entry, weights = (
+            self.engine.model.geometry,
+            self.engine.device_pool.entry_bytes,
+            self.engine.model.weight_bytes,
+        )
+        found = {
+            "bytes_per_s": read,
+            "weight_bytes": float(weights),
+            "entry_bytes": float(entry),
+            "token_bytes": float(entry * g.layers),
+            "layer_flops": float(weights - g.dtype.itemsize * self.engine.vocab_size * g.hidden_size),
+            "attention_flops": float(4 * g.layers * g.heads * g.head_dim),
+        }
+        fused = self.engine.model.fused
+        if fused is not None and fused.lib is not None:
+            x = torch.randn(kernels.PACKED_ROWS * 8, self.engine.model.geometry.hidden_size).bfloat16()
+            flops = 2 * x.numel() * self.engine.vocab_size
+            found["flops_per_s"] = flops / min(_timed(lambda: fused.head(x)) for _ in range(5))
+        return found
+
+    # -- decoding --------------------------------------------------------------------------------------------------
+
+    def begin(self, batch: int, context: int, steps: int, policy: str = "full", group: str = "") -> dict[str, float]:
+        """Have a group of requests past their prompts, with `steps` tokens to go; answers what they hold."""
+        engine, scheduler = self.engine, self.engine.scheduler
+        scheduler.running = []
+        before = _held(engine)
+        params = SamplingParams(max_tokens=steps + 8, ignore_eos=True)
+        draw = torch.Generator().manual_seed(context)
+        requests = [
+            engine.submit(torch.randint(100, 40000, (context,), generator=draw).tolist(), params, policy)
+            for _ in range(batch)
+        ]
+        if policy in PLACED:
+            while scheduler.waiting:
+                assert scheduler._admit() is not None, "the pool is too small for this row"
+            for request in requests:
+                request.computed = context
+                request.output.append(1)
+                scheduler.prompt_done(request)
+        while any(len(request.output) < 3 for request in requests):
+            engine.step()
+        self.groups[group] = requests
+        held = _held(engine)
+        return {name: held[name] - before[name] for name in held}
+
+    def decode(self, steps: int, group: str = "") -> list[float]:
+        """Seconds of each of so many steps of a group."""
+        self.engine.scheduler.running = self.groups[group]
+        return [_timed(self.engine.step) for _ in range(steps)]
+
+    def end(self, group: str = "") -> dict[str, float]:
+        """Drop a group; answers the share of entries that it attended to."""
+        requests = self.groups.pop(group)
+        self.engine.scheduler.running = requests
+        share = sum(r.attended_entries for r in requests) / max(1, sum(r.full_entries for r in requests))
+        for request in list(requests):
+            self.engine.abort(request)
+        return {"attended_share": share}
+
+    def pace(self, gbps: float | None) -> None:
+        """Pace the link from now on."""
+        self.engine.link.gbps = gbps
+
+    def split(self, policy: str) -> dict[str, float]:
+        """InfiniGen's seconds a stage since the last call; the first call begins to measure."""
+        if not self.spent:
+            owner: Any = self.engine.policies[policy]
+            for stage in ("speculate", "select", "gather"):
+                self._watch(owner, f"_{stage}", stage)
+            self._watch(owner.staging, "wait", "move")
+            self._watch(owner, "decode", "attend")
+            self.spent["attend"] = 0.0
+        spent = dict(self.spent)
+        self.spent.clear()
+        self.spent["attend"] = 0.0
+        # The wait for what moves is a part of the layer's attention call.
+        spent["attend"] = spent.get("attend", 0.0) - spent.get("move", 0.0)
+        return spent
+
+    def _watch(self, owner: Any, name: str, stage: str) -> None:
+        inner: Callable[..., Any] = getattr(owner, name)
+
+        def timed(*arguments: Any) -> Any:
+            begin = time.perf_counter()
+            result = inner(*arguments)
+            self.spent[stage] += time.perf_counter() - begin
+            return result
+
+        setattr(owner, name, timed)
+
+    # -- prompts ---------------------------------------------------------------------------------------------------
+
+    def prefill(self, length: int, policy: str = "full") -> list[float]:
+        """Seconds to the first token of a prompt."""
+        self.engine.scheduler.running = []
+        prompt = torch.randint(100, 40000, (length,)).tolist()
+        params = SamplingParams(max_tokens=1, ignore_eos=True)
+        return [_timed(lambda: self.engine.generate([prompt], params, policy))]
+
+    def join(self, batch: int, context: int, arriving: int, tokens: int) -> dict[str, list[float]]:
+        """Gaps between the tokens of decoding requests: undisturbed, and while a prompt arrives among them.
+
+        Also the seconds of one of the prompt's chunks alone (`chunk`): the last, which attends to the most.
+        """
+        self.begin(batch, context, 2 * tokens)
+        calm = self.decode(tokens)
+        self.engine.submit([7] * arriving, SamplingParams(max_tokens=1, ignore_eos=True), "full")
+        busy = self.decode(tokens)
+        self.end()
+        self.engine.scheduler.running = []
+        self.engine.submit([7] * arriving, SamplingParams(max_tokens=1, ignore_eos=True), "full")
+        chunks = []
+        while self.engine.has_work():
+            chunks.append(_timed(self.engine.step))
+        return {"calm": calm, "busy": busy, "chunk": chunks}
+
+    def admitted(self, policy: str, prompt: int, output: int) -> dict[str, float]:
+        """How many such requests the device pool admits at once, their KV, and what `reserve` says of one."""
+        engine, scheduler = self.engine, self.engine.scheduler
+        scheduler.running = []
+        params = SamplingParams(max_tokens=output, ignore_eos=True)
+        requests = [engine.submit([7] * prompt, params, policy) for _ in range(256)]
+        need = engine.policies[policy].reserve(prompt, output)
+        admitted = 0
+        while scheduler._admit() is not None:
+            admitted += 1
+        for request in requests:
+            engine.abort(request)
+        return {"admitted": admitted, "peak_bytes": need.device_peak_bytes, "bytes": need.device_bytes}
+
+
+def _held(engine: Engine) -> dict[str, float]:
+    return {
+        "device": engine.device_pool.live_bytes,
+        "device_beside": engine.device_pool.aux_bytes,
+        "host": engine.host_pool.live_bytes,
+    }
+
+
+def _timed(function: Callable[[], Any]) -> float:
+    begin = time.perf_counter()
+    function()
+    return time.perf_counter() - begin
+
+
+if __name__ == "__main__":
+    ours = Kvstudy()
+    names = ("start", "machine", "begin", "decode", "end", "pace", "split", "prefill", "join", "admitted")
+    answer_calls({name: getattr(ours, name) for name in names})
