@@ -162,10 +162,18 @@ def visit_gpus(wildcards):
     return visit_of(wildcards).gpus
 
 
+def all_cores(wildcards):
+    """Cores that Snakemake may use here; 1 where a cluster has them."""
+    try:
+        return workflow.cores or 1
+    except WorkflowError:
+        return 1
+
+
 def visit_threads(wildcards):
     """Without a GPU a measurement has the machine to itself."""
     visit = visit_of(wildcards)
-    return 1 if visit.gpus else max(workflow.cores or 1, needs.cpus(visit))
+    return 1 if visit.gpus else max(all_cores(wildcards), needs.cpus(visit))
 
 
 # What follows is read by cluster executors only.

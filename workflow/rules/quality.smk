@@ -49,7 +49,7 @@ rule quality:
     log:
         f"{RESULTS}/logs/quality/{{quality}}.log",
     # As a measurement, it has the machine to itself: it would disturb one.
-    threads: workflow.cores or 1
+    threads: all_cores
     resources:
         gpu=lambda wildcards: max(cell.devices for cell in quality_cells(wildcards)),
         mem_mb=lambda wildcards, attempt: max(
