@@ -52,7 +52,7 @@ def test_a_grid_through_sbatch_gives_the_same_cells_as_locally(
         held = json.loads((folders[0] / "provenance.json").read_text())["gpu_ids"]
         assert len(held) == gpus and set(held) <= {"0", "1", "2", "3"}
 
-    # The fault was tried a second time, since Snakemake cannot know, and that brought nothing up (a retry's log is new).
+    # The fault was tried a second time, since Snakemake cannot know; that brought nothing up (a retry has a new log).
     (log,) = (there / "results" / "logs" / "visits").glob("streaming*.log")
     said = log.read_text()
     assert said.count("not tried again") == 1 and "bringing up" not in said, said
