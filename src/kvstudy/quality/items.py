@@ -9,6 +9,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
@@ -34,14 +35,13 @@ class Item:
     """What the answer might have been."""
 
 
-_NAMES = ("Walter", "Miriam", "Edgar", "Sophia", "Victor")
 _NUMBERS = ("4821", "7359", "1604", "9273", "5148")
 #: A fact, its question, and the values it may have: short, and none part of another.
 FACTS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("Anna's cat is called {}.", "What is the name of Anna's cat?", ("Oscar", "Luna", "Simba", "Felix", "Nala")),
-    ("The captain of the ship is called {}.", "What is the name of the captain of the ship?", _NAMES),
+    ("The number of Tom's locker is {}.", "What is the number of Tom's locker?", _NUMBERS),
     ("The number of the hotel room is {}.", "What is the number of the hotel room?", _NUMBERS),
-    ("Peter lives in {}.", "In which city does Peter live?", ("Paris", "Tokyo", "Berlin", "Madrid", "Cairo")),
+    ("Emma's dog is called {}.", "What is the name of Emma's dog?", ("Rex", "Bella", "Rocky", "Buddy", "Max")),
     ("Maria's favourite fruit is the {}.", "What is Maria's favourite fruit?", ("mango", "cherry", "banana", "peach")),
     ("The meeting is on {}.", "On which day is the meeting?", ("Monday", "Tuesday", "Thursday", "Friday", "Saturday")),
     ("The colour of John's car is {}.", "What is the colour of John's car?", ("green", "purple", "orange", "yellow")),
@@ -63,7 +63,8 @@ class Drawer:
         self.ids = self._tokens("\n\n".join(text.documents))
         # What a conversation is filled with: without code and tables, which a small model would go on with.
         lines = (line for document in text.documents for line in document.split("\n"))
-        self.prose = self._tokens("\n".join(line for line in lines if not line.startswith((" ", "\t"))))
+        prose = "\n".join(line for line in lines if not line.startswith((" ", "\t")))
+        self.prose = self._tokens(re.sub(r"\n{3,}", "\n\n", prose))
 
     def _tokens(self, text: str) -> list[int]:
         ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]

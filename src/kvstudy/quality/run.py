@@ -49,8 +49,8 @@ from kvstudy.quality.items import Drawer, Item
 from kvstudy.quality.score import BATCH_BYTES, REFERENCE, Row, Run, Scorer, Wanted
 from kvstudy.quality.served import Endpoint, ServedScorer
 
-#: How far a served log probability may be from the scored one on average, in nats. Both are bfloat16 and batch
-#: differently: the difference seen is 0.01 to 0.02, a policy that is not the same one is off by 0.1 and more.
+#: How far a served log probability may be from the scored one on average, in nats. Ours agree to 1e-6 in float32, and
+#: to four digits in bfloat16 where the batches are alike; the rest is room for other batches and other engines.
 TOLERANCE = 0.05
 CHECKED_ITEMS = 2
 
@@ -192,7 +192,7 @@ class Scoring:
             for part, runs in self.runs.items():
                 say(f"{part.name}: {len(runs)} items through the endpoint")
                 write_rows(served.rows(part.kind, part.context, runs, self._output(part)), self._path(cell, part))
-        if served.off:
+        if served.off and getattr(cell.framework, "kv_cache_dtype", "auto") == "auto":  # else it is meant to differ
             self._checked([cell], "agrees_with_full", cell.cell_id, served.off)
 
     def _score_tasks(self, work: Path, held: Lease) -> None:
