@@ -582,7 +582,8 @@ class Measuring:
             f"{_short(summary.metrics.get('throughput.output'))} tokens/s, "
             f"TTFT p50 {_short(summary.metrics.get('ttft.p50'))} s, "
             f"TPOT p50 {_short(summary.metrics.get('tpot.p50'))} s"
-            + " (debug: a fork without its GPU, these are no speeds)" * (summary.source == "debug")
+            + " (debug: a fork without its GPU, these are no speeds)"
+            * (summary.source == "debug")
         )
 
     def _write_without_load(self, cell: Cell, outcome: Outcome, cause: str, server: BroughtUp) -> None:
