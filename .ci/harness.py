@@ -1,6 +1,6 @@
 """Holds the rule of `harness_version`: code that can change a measured number does not change in silence.
 
-`.ci/harness.yaml` is a log of the digests of engine, frameworks, load and measure. When they change, either
+`.ci/harness.yaml` is a log of the digests of engine, frameworks, load, measure and quality. When they change, either
 HARNESS_VERSION is raised (old cells are then measured again) or the new entry says why it need not be:
 
     python .ci/harness.py                       check (run by `make lint`)
@@ -19,7 +19,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG = ROOT / ".ci" / "harness.yaml"
-PACKAGES = ("engine", "frameworks", "load", "measure")
+PACKAGES = ("engine", "frameworks", "load", "measure", "quality")
 
 
 def sources_digest() -> str:
@@ -29,7 +29,7 @@ def sources_digest() -> str:
         for path in sorted((ROOT / "src" / "kvstudy" / package).rglob("*")):
             if path.suffix == ".py":
                 body = ast.dump(ast.parse(path.read_text(encoding="utf-8")))
-            elif path.suffix == ".c":
+            elif path.suffix in (".c", ".h"):
                 body = path.read_text(encoding="utf-8")
             else:
                 continue
