@@ -6,6 +6,6 @@ The packages follow the way of the data: `grid` (what is to be measured), `load`
 
 __version__ = "0.1.0"
 
-#: Version of everything that can change a measured number: engine, load, measure, frameworks.
+#: Version of everything that can change a measured number: engine, load, measure, frameworks, quality.
 #: It is part of every cell's identity; CI fails when those packages change and this does not.
-HARNESS_VERSION = 1
+HARNESS_VERSION = 2
