@@ -14,8 +14,7 @@ from engine_tiny import random_prompt
 from transformers.utils import logging
 
 from kvstudy.engine.config import EngineConfig
-from kvstudy.engine.core import Engine
-from kvstudy.engine.parallel import follow
+from kvstudy.engine.core import Engine, follow
 from kvstudy.engine.request import SamplingParams
 
 LENGTHS = (40, 9, 23, 61)

@@ -17,6 +17,7 @@ from kvstudy.analysis.plan import read_plan
 from kvstudy.analysis.replicates import points
 from kvstudy.report import FIGURES, document, findings, tables, words
 from kvstudy.report.data import StudyData
+from kvstudy.report.latex import latex
 
 TEMPLATE = document.TEMPLATE
 Study = Callable[[list[Spec]], StudyData]
@@ -41,7 +42,7 @@ def test_starred_medians_are_marked(study: Study) -> None:
 def test_latex_is_booktabs_with_escaped_text(mixed: StudyData) -> None:
     for name in tables.TABLES:
         made = tables.TABLES[name](mixed)
-        text = tables.latex(made)
+        text = latex(made)
         # Nothing was scored in this study; its table says so and tests/report/test_quality.py has one with rows.
         assert bool(made.empty) == (name == "quality")
         if made.empty:
@@ -53,7 +54,7 @@ def test_latex_is_booktabs_with_escaped_text(mixed: StudyData) -> None:
         assert r"\toprule" in text and r"\bottomrule" in text
         body = text.split(r"\midrule")[1]
         assert not re.search(r"(?<!\\)[_%#]", body)
-    assert "S[table-format=" in tables.latex(tables.TABLES["summary"](mixed))
+    assert "S[table-format=" in latex(tables.TABLES["summary"](mixed))
 
 
 def test_tables_of_nothing_say_so(tmp_path: Path, study: Study) -> None:
@@ -201,9 +202,7 @@ def test_a_policy_that_is_off_says_so_beside_its_budgets(study: Study) -> None:
 def test_columns_of_text_fit_the_line(study: Study) -> None:
     data = study([Spec(name, 1.0) for name in ("vllm", "full")] + [Spec("h2o", 1.0, budget=0.3)])
     for name in tables.TABLES:
-        shares = [
-            float(share) for share in re.findall(r"p\{([\d.]+)\\linewidth\}", tables.latex(tables.TABLES[name](data)))
-        ]
+        shares = [float(share) for share in re.findall(r"p\{([\d.]+)\\linewidth\}", latex(tables.TABLES[name](data)))]
         assert sum(shares) < 1, name
 
 

@@ -32,7 +32,7 @@ from transformers.utils import logging
 
 from kvstudy.engine import attention, kernels, metrics
 from kvstudy.engine.config import EngineConfig
-from kvstudy.engine.core import Engine, Output
+from kvstudy.engine.core import Engine, Output, follow
 from kvstudy.engine.echo import Echo
 from kvstudy.engine.intake import (
     MOST_MESSAGES,
@@ -49,7 +49,7 @@ from kvstudy.engine.intake import (
     validated,
 )
 from kvstudy.engine.model import ModelMissing, ModelUnsupported
-from kvstudy.engine.parallel import NotShared, follow
+from kvstudy.engine.parallel import NotShared
 from kvstudy.engine.policies import UnknownPolicy, WrongOptions
 from kvstudy.engine.request import Request as EngineRequest
 from kvstudy.engine.request import SamplingParams

@@ -437,3 +437,24 @@ def _sampled(parts: list[_Part]) -> tuple[list[Request], torch.Tensor, list[tupl
                 also += range(at.start, at.stop - chunk.last)
     device = parts[0].rows.positions.device
     return requests, torch.tensor(keep + also, dtype=torch.int64, device=device), read
+
+
+def follow(engine: Engine) -> None:
+    """Do what rank 0 does until it stops; the life of every other process."""
+    assert engine.group is not None
+    known: dict[int, Request] = {}
+    while True:
+        command, argument = engine.group.hear()
+        if command == "step":
+            engine.step()
+        elif command == "add":
+            number, prompt, params, policy = argument
+            known[number] = request = engine.new_request(prompt, params, policy)
+            engine.add(request)
+        elif command == "abort":
+            engine.abort(known[argument])
+        elif command == "reset":
+            engine.reset()
+        else:
+            return
+        known = {number: request for number, request in known.items() if not request.is_finished}

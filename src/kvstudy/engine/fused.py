@@ -13,7 +13,7 @@ the library's modules are replaced by ones that read these.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,17 @@ from transformers import LlamaForCausalLM
 from kvstudy.engine import kernels
 from kvstudy.engine.policies.base import Geometry
 
-if TYPE_CHECKING:
-    from kvstudy.engine.model import Attend
+
+class Attend(Protocol):
+    """What a step's attention is asked through."""
+
+    wants_input: bool
+
+    def attention_input(self, layer: int, hidden: torch.Tensor) -> None:
+        """See the input of a layer's attention, `[T, hidden]`. Only called where `wants_input`."""
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Attend: q `[T, heads, head_dim]`, k and v `[T, kv_heads, head_dim]`, rotated -> like q."""
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ import gc
 import os
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -24,20 +24,9 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, G
 from kvstudy.engine import fused
 from kvstudy.engine.attending import Attending
 from kvstudy.engine.config import EngineConfig
+from kvstudy.engine.fused import Attend
 from kvstudy.engine.policies.base import Geometry
 from kvstudy.engine.windows import windowed
-
-
-class Attend(Protocol):
-    """What a step's attention is asked through."""
-
-    wants_input: bool
-
-    def attention_input(self, layer: int, hidden: torch.Tensor) -> None:
-        """See the input of a layer's attention, `[T, hidden]`. Only called where `wants_input`."""
-
-    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Attend: q `[T, heads, head_dim]`, k and v `[T, kv_heads, head_dim]`, rotated -> like q."""
 
 
 class ModelMissing(FileNotFoundError):

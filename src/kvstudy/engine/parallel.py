@@ -13,14 +13,10 @@ import datetime
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
-
-if TYPE_CHECKING:
-    from kvstudy.engine.core import Engine
-    from kvstudy.engine.request import Request
 
 Command = tuple[str, Any]
 
@@ -94,24 +90,3 @@ class Group:
         dist.broadcast_object_list(box, 0, group=self.commands)
         heard: Command = box[0]
         return heard
-
-
-def follow(engine: Engine) -> None:
-    """Do what rank 0 does until it stops; the life of every other process."""
-    assert engine.group is not None
-    known: dict[int, Request] = {}
-    while True:
-        command, argument = engine.group.hear()
-        if command == "step":
-            engine.step()
-        elif command == "add":
-            number, prompt, params, policy = argument
-            known[number] = request = engine.new_request(prompt, params, policy)
-            engine.add(request)
-        elif command == "abort":
-            engine.abort(known[argument])
-        elif command == "reset":
-            engine.reset()
-        else:
-            return
-        known = {number: request for number, request in known.items() if not request.is_finished}

@@ -7,7 +7,7 @@ import pandas as pd
 from kvstudy.report import style, words
 from kvstudy.report.data import StudyData
 from kvstudy.report.latex import Column, Table
-from kvstudy.report.tables import table
+from kvstudy.report.tables.registry import table
 from kvstudy.report.words import MIB
 
 #: Measures of the table: header, and how a value is written.

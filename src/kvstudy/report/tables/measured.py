@@ -1,46 +1,27 @@
-r"""The tables of a study as CSV (full precision) and LaTeX (booktabs, siunitx columns).
-
-`kvstudy table --study-dir results/<study>` writes them all. The LaTeX files are bare `tabular`s to
-`\input` into a paper; they need booktabs and siunitx. The document prints the same rows, so that paper and
-report cannot disagree.
-"""
+"""The tables of what was measured: cells, setup, attribution, claims, guide."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import yaml
 
-from kvstudy.analysis.plan import AnalysisError
 from kvstudy.analysis.recommend import leave_one_out, measured
 from kvstudy.analysis.table import read_provenance
-from kvstudy.grid.store import CONFIG, write_text
+from kvstudy.grid.store import CONFIG
 from kvstudy.report import style, words
-from kvstudy.report.command import command
 from kvstudy.report.data import StudyData, memory_bytes, series_of, with_series
-from kvstudy.report.latex import Column, Table, latex
+from kvstudy.report.latex import Column, Table
+from kvstudy.report.tables.registry import table
 
 #: Rows of the attribution table from which only the highest load of each comparison is printed.
 MOST_RATIOS = 40
 
-TABLES: dict[str, Callable[[StudyData], Table]] = {}
-
 #: Metrics of the summary table, in order.
 SUMMARY_METRICS = ("throughput.output", "goodput", "ttft.p50", "tpot.p50", "e2el.p50")
-
-
-def table(name: str) -> Callable[[Callable[[StudyData], Table]], Callable[[StudyData], Table]]:
-    """Register a table under a name."""
-
-    def register(make: Callable[[StudyData], Table]) -> Callable[[StudyData], Table]:
-        TABLES[name] = make
-        return make
-
-    return register
 
 
 def _load(row: pd.Series) -> str:
@@ -415,26 +396,3 @@ def leaders(part: pd.DataFrame, more: bool) -> list[str]:
     high = part["high"].fillna(part["value"] * 1.025).to_numpy(dtype=float)
     near = (low <= high[0]) & (high >= low[0])
     return [str(name) for name, close in zip(part["series"], near, strict=True) if close]
-
-
-def write(name: str, data: StudyData, out_dir: Path) -> Table:
-    """Make a table and write its CSV and LaTeX files.
-
-    Raises
-    ------
-    AnalysisError
-        There is no table of that name.
-    """
-    if name not in TABLES:
-        raise AnalysisError(f"no table '{name}'; there are {', '.join(TABLES)}")
-    made = TABLES[name](data)
-    write_text(out_dir / f"{name}.csv", made.frame.to_csv(index=False))
-    write_text(out_dir / f"{name}.tex", latex(made))
-    return made
-
-
-#: `kvstudy table`.
-main = command("table", "Write tables of a study, as CSV and LaTeX.", TABLES, write, ".csv, .tex")
-
-# Last, because its table is made of what is above.
-from kvstudy.report import quality_table  # noqa: E402, F401
