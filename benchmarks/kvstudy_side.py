@@ -33,8 +33,10 @@ class Kvstudy:
         self.groups: dict[str, list[Request]] = {}
         self.spent: dict[str, float] = defaultdict(float)
 
-    def start(self, model: str, cores: list[int], budget: dict[str, Any] | None = None, **options: Any) -> None:
-        """Load a model folder with these options of `EngineConfig`."""
+    def start(
+        self, model: str, cores: list[int], budget: dict[str, Any] | None = None, fill: bool = True, **options: Any
+    ) -> None:
+        """Load a model folder with these options of `EngineConfig`; `fill` the pools, so that all of them is there."""
         self.engine = Engine(
             EngineConfig(
                 model_dir=Path(model),
@@ -45,8 +47,9 @@ class Kvstudy:
                 **options,
             )
         )
-        self.engine.device_pool.kv.normal_()
-        self.engine.host_pool.kv.normal_()
+        if fill:
+            self.engine.device_pool.kv.normal_()
+            self.engine.host_pool.kv.normal_()
 
     def machine(self) -> dict[str, float]:
         """What limits are computed from: the rates of reading KV and of the largest product, and the model's sizes.
@@ -173,18 +176,27 @@ class Kvstudy:
         return {"calm": calm, "busy": busy, "chunk": chunks}
 
     def admitted(self, policy: str, prompt: int, output: int) -> dict[str, float]:
-        """How many such requests the device pool admits at once, their KV, and what `reserve` says of one."""
+        """How many such requests the pools admit: at once, and one after another, each past its prompt before the next.
+
+        Also what `reserve` says of one on the device.
+        """
         engine, scheduler = self.engine, self.engine.scheduler
         scheduler.running = []
         params = SamplingParams(max_tokens=output, ignore_eos=True)
         requests = [engine.submit([7] * prompt, params, policy) for _ in range(256)]
         need = engine.policies[policy].reserve(prompt, output)
-        admitted = 0
+        at_once = 0
         while scheduler._admit() is not None:
-            admitted += 1
+            at_once += 1
+        for request in list(scheduler.running):
+            scheduler.prompt_done(request)
+        after = at_once
+        while (request := scheduler._admit()) is not None:
+            scheduler.prompt_done(request)
+            after += 1
         for request in requests:
             engine.abort(request)
-        return {"admitted": admitted, "peak_bytes": need.device_peak_bytes, "bytes": need.device_bytes}
+        return {"at_once": at_once, "admitted": after, "peak_bytes": need.device_peak_bytes, "bytes": need.device_bytes}
 
 
 def _held(engine: Engine) -> dict[str, float]:

@@ -326,8 +326,7 @@ def test_compiled_loops_are_the_plain_ones(dtype: torch.dtype) -> None:
     partial = [torch.randn(heads, columns, n, generator=random).to(dtype) for n in room]
     scores = torch.full((rows, heads, 700), -torch.inf)
     addresses = np.array([p.data_ptr() for p in partial])
-    counts = compiled.scores(q, addresses, held, room, dtype, 1.5, scores)
-    assert torch.equal(counts, infinigen_rules.qualifying(scores, 1.5))
+    compiled.scores(q, addresses, held, room, dtype, scores)
     for row, keys in enumerate(partial):
         want = (q[row] @ keys.float()[:, :, : held[row]]).amax(dim=1)
         assert torch.allclose(scores[row, :, : held[row]], want, atol=1e-5)

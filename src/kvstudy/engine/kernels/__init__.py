@@ -48,8 +48,8 @@ SIGNATURES = {
     "linear": "plipiipi",
     "llama_before": "piipfpippiippi",
     "llama_after": "piipippfpipppi",
-    "ig_scores_f32": "ppppllllfplpi",
-    "ig_scores_bf16": "ppppllllfplpi",
+    "ig_scores_f32": "ppppllllpli",
+    "ig_scores_bf16": "ppppllllpli",
     "ig_select": "plpplllpi",
     "ig_gather": "ppllplpllpli",
 }

@@ -9,9 +9,9 @@ static inline float f32_of_f32(float x) { return x; }
 
 enum { BLOCK = 64, MOST_GROUP = 4 };
 
-// scores[r][h][j] = max over the group's queries of q . partial[r][h][:, j], for j < held[r], and counts[r][h] = how many
-// of them are above their greatest less alpha. partial[r] points to one layer's [heads][columns][room[r]]. Queries go by
-// G at a time, so that a partial key is converted once for all of them; sums are in the order of the columns.
+// scores[r][h][j] = max over the group's queries of q . partial[r][h][:, j], for j < held[r]. partial[r] points to one
+// layer's [heads][columns][room[r]]. Queries go by G at a time, so that a partial key is converted once for all of them;
+// sums are in the order of the columns.
 #define SCORES(SUFFIX, T) \
     static inline __attribute__((always_inline)) void block_##SUFFIX( \
         const float *q, const T *keys, long columns, long room, long n, float *out, int fresh, const int G) { \
@@ -31,8 +31,7 @@ enum { BLOCK = 64, MOST_GROUP = 4 };
         for (long j = 0; j < n; j++) out[j] = fresh || sum[0][j] > out[j] ? sum[0][j] : out[j]; \
     } \
     void ig_scores_##SUFFIX(const float *q, const int64_t *partial, const int64_t *held, const int64_t *room, long rows, \
-                            long heads, long group, long columns, float alpha, float *scores, long width, \
-                            int64_t *counts, int threads) { \
+                            long heads, long group, long columns, float *scores, long width, int threads) { \
         _Pragma("omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)") \
         for (long r = 0; r < rows; r++) \
             for (long h = 0; h < heads; h++) { \
@@ -50,12 +49,6 @@ enum { BLOCK = 64, MOST_GROUP = 4 };
                         } \
                     } \
                 } \
-                float best = out[0]; \
-                for (long j = 1; j < held[r]; j++) best = out[j] > best ? out[j] : best; \
-                const float floor = best - alpha; \
-                int32_t above = 0; \
-                for (long j = 0; j < held[r]; j++) above += out[j] > floor; \
-                counts[r * heads + h] = above; \
             } \
     }
 SCORES(f32, float)

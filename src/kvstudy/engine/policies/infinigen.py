@@ -499,13 +499,12 @@ class InfiniGen(Policy):
         partial_q = q.view(len(rows), g.kv_heads, g.group, g.head_dim) @ self.batch.turn[at] * g.scale
         if self.kernel is not None:
             addresses = self.partial_at + at * self.partial_step
-            return self.kernel.scores(
-                partial_q.float(), addresses, self.held, self.room, g.dtype, self.alpha, self.scores
-            )
-        for row, request in enumerate(rows.requests):
-            state: State = request.kv
-            guess = partial_q[row] @ state.partial[at, :, :, : state.held]
-            self.scores[row, :, : state.held] = rules.group_max(guess.flatten(0, 1), g.kv_heads)
+            self.kernel.scores(partial_q.float(), addresses, self.held, self.room, g.dtype, self.scores)
+        else:
+            for row, request in enumerate(rows.requests):
+                state: State = request.kv
+                guess = partial_q[row] @ state.partial[at, :, :, : state.held]
+                self.scores[row, :, : state.held] = rules.group_max(guess.flatten(0, 1), g.kv_heads)
         return rules.qualifying(self.scores, self.alpha)
 
     def _fetch(self, layer: int, rows: Rows, numbers: np.ndarray) -> tuple[int, torch.Tensor]:

@@ -26,21 +26,17 @@ class Kernel:
         held: np.ndarray,
         room: np.ndarray,
         dtype: torch.dtype,
-        alpha: float,
         out: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> None:
         """Write the first held[row] places of `out` [rows, kv_heads, width]; q: float32 [rows, kv_heads, group, d'].
 
         partial: each row's address of one layer's partial keys [kv_heads, d', room[row]] in `dtype`; all int64.
-        Returns what `infinigen_rules.qualifying` would of `out`, int64 [rows, kv_heads].
         """
         rows, heads, group, columns = q.shape
-        counts = torch.empty((rows, heads), dtype=torch.int64)
         self._scores[dtype](
             q.data_ptr(), partial.ctypes.data, held.ctypes.data, room.ctypes.data, rows, heads, group, columns,
-            alpha, out.data_ptr(), out.shape[2], counts.data_ptr(), torch.get_num_threads(),
+            out.data_ptr(), out.shape[2], torch.get_num_threads(),
         )  # fmt: skip
-        return counts
 
     def select(self, scores: torch.Tensor, held: np.ndarray, numbers: np.ndarray, places: int) -> torch.Tensor:
         """Each row's and head's best numbers[row] < places of the first held[row] scores [rows, kv_heads, width].
