@@ -219,3 +219,9 @@ def test_csv_is_readable_by_others(tmp_path: Path, mixed: StudyData) -> None:
         rows = list(csv.DictReader(handle))
     assert {row["part"] for row in rows} == {"engine", "policy", "total"}
     assert all(float(row["ratio"]) > 0 for row in rows)
+
+
+def test_a_forks_debugging_run_is_in_the_table_and_in_no_figure(study: Study) -> None:
+    data = study([Spec(), Spec("h2o", source="debug")])
+    assert list(data.metric("throughput.output")["framework"]) == ["full"]
+    assert [row[-1] for row in tables.TABLES["summary"](data).rows if "no speeds" in row[-2] + row[-1]]

@@ -25,7 +25,7 @@ WITHIN_CELL = "within cell"
 def points(table: pd.DataFrame, metrics: list[str] | None = None) -> pd.DataFrame:
     """One row a point and metric.
 
-    Columns: `point`, `deployment`, the axes but the seed, `state` (`ok`, `failed`, `gated`, `missing`;
+    Columns: `point`, `deployment`, the axes but the seed, `state` (`ok`, `failed`, `gated`, `debug`, `missing`;
     what is true of the point when no seed of it is usable), `failure` (outcome or reason of the first
     that is not), counts of seeds (`seeds`, `ok`, `failed`, `gated`, `missing`), `saturated`, `metric`,
     `unit`, `value`, `low`, `high`, `interval`, `n` (samples, all seeds), `starred`, `infinite`, and
@@ -65,7 +65,8 @@ def _conditions(table: pd.DataFrame) -> pd.DataFrame:
     work["_ok"] = good
     work["_missing"] = is_missing
     work["_failed"] = ~is_missing & (work["outcome"] != "ok")
-    work["_gated"] = ~is_missing & (work["outcome"] == "ok") & ~good
+    work["_debug"] = ~is_missing & work["source"].eq("debug").fillna(False).astype(bool)
+    work["_gated"] = ~is_missing & (work["outcome"] == "ok") & ~good & ~work["_debug"]
     why = work["outcome"].astype("string").where(work["_failed"], work["reasons"])
     work["_why"] = why.where(work["_failed"] | work["_gated"])
     axes = [axis for axis in AXES if axis != "seed"]
@@ -77,7 +78,8 @@ def _conditions(table: pd.DataFrame) -> pd.DataFrame:
     base["seeds"] = groups["seed"].nunique()
     for name in ("ok", "failed", "gated", "missing"):
         base[name] = groups[f"_{name}"].sum().astype("int64")
-    state = np.where(base["failed"] > 0, "failed", np.where(base["gated"] > 0, "gated", "missing"))
+    debug = np.where(groups["_debug"].any(), "debug", "missing")
+    state = np.where(base["failed"] > 0, "failed", np.where(base["gated"] > 0, "gated", debug))
     base["state"] = np.where(base["ok"] > 0, "ok", state)
     base["failure"] = groups["_why"].first()
     base["saturated"] = groups["saturated"].any()

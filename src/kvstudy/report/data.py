@@ -55,8 +55,9 @@ class StudyData:
         return [line for line in series_of(self.cells) if line[0] in present]
 
     def metric(self, name: str) -> pd.DataFrame:
-        """The points of one metric."""
-        return self.points[self.points["metric"] == name] if not self.points.empty else self.points
+        """The points of one metric that a figure may show: a fork's debugging run has no speeds."""
+        every = self.points
+        return every if every.empty else every[(every["metric"] == name) & (every["state"] != "debug")]
 
     def unit(self, metric: str) -> str:
         """The unit a metric is stored in."""

@@ -45,6 +45,8 @@ def _heads(frame: pd.DataFrame) -> list[str]:
 def _verdict(row: pd.Series) -> str:
     if row["state"] == "missing":
         return "not measured"
+    if row["state"] == "debug":
+        return "debugging run, no speeds"
     if row["state"] == "failed":
         return words.OUTCOMES.get(str(row["failure"]), str(row["failure"]))
     if row["state"] == "gated":
