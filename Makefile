@@ -26,7 +26,7 @@ $(VENV)/.ready: pyproject.toml envs/kvstudy/constraints.txt envs/kvstudy/torch.t
 	@touch $@
 
 test: setup lint  ## what CI runs
-	pytest -m 'not long and not slurm'
+	pytest -m 'not long and not slurm' --durations=20
 
 test-long: setup  ## trials that take minutes
 	pytest -m long

@@ -11,6 +11,10 @@ their own headline is printed beside it. A client that is not named is left out.
 Definitions, mapped (docs/measuring.md): TTFT and E2EL count from the send here, also ours, because neither of the
 others records when a request was due; vLLM's `itl` and AIPerf's `inter_chunk_latency` are our ICL; AIPerf's
 `inter_token_latency` is our TPOT where a chunk is a token. Target: the medians lie within 2 % of each other.
+
+A real server does not answer twice at the same speed. With `--rounds N` the clients take turns N times, in another
+order each; a client's number is the median of its rounds, and how far the rounds of *one* client lie apart is printed
+beside how far the clients do: what is below that is the server's, not theirs.
 """
 
 from __future__ import annotations
@@ -180,18 +184,34 @@ def _run(command: list[str], name: str, result: Path) -> None:
         raise SystemExit(f"{name} failed: {(done.stderr.strip() or done.stdout.strip())[-2000:]}")
 
 
-def rows_of(found: dict[str, Found]) -> list[Row]:
+def _apart(values: list[float]) -> float:
+    return max(values) / min(values) - 1.0
+
+
+def pooled(rounds: list[Found]) -> Found:
+    """The median of a client's rounds, metric by metric."""
+
+    def middle(of: list[dict[str, float]]) -> dict[str, float]:
+        return {name: float(np.median([one[name] for one in of])) for name in of[0]}
+
+    return Found(middle([one.registry for one in rounds]), middle([one.headline for one in rounds]))
+
+
+def rows_of(by_round: dict[str, list[Found]]) -> list[Row]:
     """A metric after the other: every client's median, its own headline, and how far they lie apart."""
     rows = []
+    found = {client: pooled(rounds) for client, rounds in by_round.items()}
     for name in MEDIANS:
         mine = found["kvstudy"].registry[name]
         for client, item in found.items():
             rows.append(Row(f"{name}: {client}", item.registry[name], "s", item.registry[name] / mine))
             if name in item.headline:
                 rows.append(Row(f"{name}: {client}, its own headline", item.headline[name], "s"))
-        values = [item.registry[name] for item in found.values()]
-        apart = max(values) / min(values) - 1.0
-        rows.append(Row(f"{name}: furthest apart", apart, "share", None, TOLERANCE, apart <= TOLERANCE))
+        if any(len(rounds) > 1 for rounds in by_round.values()):
+            own = max(_apart([one.registry[name] for one in rounds]) for rounds in by_round.values())
+            rows.append(Row(f"{name}: furthest apart, rounds of one client", own, "share"))
+        apart = _apart([item.registry[name] for item in found.values()])
+        rows.append(Row(f"{name}: furthest apart, clients", apart, "share", None, TOLERANCE, apart <= TOLERANCE))
     return rows
 
 
@@ -207,19 +227,26 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=1.0)
     parser.add_argument("--length", type=int, default=128, help="tokens of a prompt")
     parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=1, help="how often each client takes its turn")
     options = parser.parse_args()
     ids, texts = prompts(options.requests, options.length, options.tokenizer)
     cores = sorted(os.sched_getaffinity(0))
     with target(options.url, cores) as url, tempfile.TemporaryDirectory() as folder:
         load = Load(url, options.model, options.tokenizer, ids, texts, options.tokens, options.rate)
-        clients: dict[str, Callable[[], Found]] = {"kvstudy": lambda: ours(load)}
+        clients: dict[str, Callable[[Path], Found]] = {"kvstudy": lambda _: ours(load)}
         if options.vllm_python:
-            clients["vllm bench serve"] = lambda: vllm(options.vllm_python, load, Path(folder))
+            clients["vllm bench serve"] = lambda place: vllm(options.vllm_python, load, place)
         if options.aiperf:
-            clients["aiperf"] = lambda: aiperf(options.aiperf, load, Path(folder))
+            clients["aiperf"] = lambda place: aiperf(options.aiperf, load, place)
         if len(clients) == 1:
             parser.error("name a client to compare with: --vllm-python, --aiperf")
-        found = {name: client() for name, client in clients.items()}
+        found: dict[str, list[Found]] = {name: [] for name in clients}
+        order = np.random.default_rng(0)
+        for turn in range(options.rounds):
+            for name in order.permutation(list(clients)):
+                place = Path(folder) / f"{turn}"
+                place.mkdir(exist_ok=True)
+                found[str(name)].append(clients[str(name)](place))
     emit(rows_of(found), options.json)
 
 

@@ -210,3 +210,39 @@ def visit_extra(wildcards):
 def visit_attempt(wildcards, attempt):
     """How often the job has been tried, this time included."""
     return attempt
+
+
+def quality_cells(wildcards):
+    """The cells that a quality visit scores."""
+    return QUALITY[wildcards.quality].cells
+
+
+def quality_visit(wildcards):
+    """The resolved description that the job reads."""
+    return str(LAYOUT.quality_visit(STUDY, wildcards.quality))
+
+
+def quality_models(wildcards):
+    """Cards of the models that the visit's deployments serve."""
+    return sorted(
+        {f"{RESULTS}/models/{model_id(cell)}.json" for cell in quality_cells(wildcards)}
+    )
+
+
+def quality_skews(wildcards):
+    """Skewing matrices of those models whose deployments need them."""
+    cells = [cell for cell in quality_cells(wildcards) if cell.framework.skewed]
+    return sorted({str(LAYOUT.skew(model_id(cell))) for cell in cells})
+
+
+def quality_freezes(wildcards):
+    """The freeze file of the environment of a framework that has one of its own."""
+    cells = quality_cells(wildcards)
+    return sorted(
+        {path for cell in cells for path in environment_freeze(cell.deployment)}
+    )
+
+
+def quality_ids(wildcards):
+    """Ids of the visit's cells: a new one makes the job run again (trigger `params`)."""
+    return sorted(cell.cell_id for cell in quality_cells(wildcards))
