@@ -27,7 +27,7 @@ import torch
 from kvstudy.engine import attention, policies, sampling
 from kvstudy.engine.config import Budget
 from kvstudy.engine.core import Engine
-from kvstudy.engine.policies.base import Chunk, Options, Policy, Prompt
+from kvstudy.engine.policies.base import Chunk, Options, Policy, Prompt, Seen
 from kvstudy.engine.policies.full import Full
 from kvstudy.engine.pool import BlockTable
 from kvstudy.engine.request import Request, SamplingParams, Status
@@ -58,8 +58,9 @@ class Reader(Full):
             keys, values = attention.gather(kv, read.table.blocks[layer], chunk.stop)
         lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
         self.context.attending.prefill(layer, q, keys, values, chunk.start, out, lse)
+        seen = Seen(layer, q, k, keys, lse, chunk)
         for policy in self.counting:
-            policy.count_chunk(read.statistics[policy.counts()], layer, q, k, keys, lse, chunk)
+            policy.count_chunk(read.statistics[policy.counts()], seen)
 
 
 class Branches:

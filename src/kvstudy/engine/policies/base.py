@@ -197,6 +197,22 @@ class Options(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Seen:
+    """What passes through one layer for a chunk of a prompt, and what its attention leaves behind.
+
+    q and k as in `prefill_chunk`; keys `[kv_heads, chunk.stop, head_dim]`; lse `[heads, chunk.length]` is the log of
+    each query's sum of exp(scores).
+    """
+
+    layer: int
+    q: torch.Tensor
+    k: torch.Tensor
+    keys: torch.Tensor
+    lse: torch.Tensor
+    chunk: Chunk
+
+
 class Policy(ABC):
     """See the module's docstring for the order of calls and for what must hold."""
 
@@ -251,21 +267,8 @@ class Policy(ABC):
         """Where `count_chunk` adds up, zero."""
         raise NotImplementedError(f"{self.name} counts nothing of a prompt")
 
-    def count_chunk(
-        self,
-        into: torch.Tensor,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        keys: torch.Tensor,
-        lse: torch.Tensor,
-        chunk: Chunk,
-    ) -> None:
-        """Add one layer's chunk: q and k as in `prefill_chunk`.
-
-        keys `[kv_heads, chunk.stop, head_dim]`; lse `[heads, chunk.length]` is the log of each query's sum of
-        exp(scores).
-        """
+    def count_chunk(self, into: torch.Tensor, seen: Seen) -> None:
+        """Add one layer's chunk."""
         raise NotImplementedError(f"{self.name} counts nothing of a prompt")
 
     def adopt(self, request: Request, prompt: Prompt) -> None:

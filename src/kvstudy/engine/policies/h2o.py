@@ -27,7 +27,7 @@ from pydantic import Field, model_validator
 from kvstudy.engine import attention
 from kvstudy.engine.policies import h2o_rules as rules
 from kvstudy.engine.policies import register
-from kvstudy.engine.policies.base import Chunk, Context, Policy, Prompt, Reservation, Rows
+from kvstudy.engine.policies.base import Chunk, Context, Policy, Prompt, Reservation, Rows, Seen
 from kvstudy.engine.policies.base import Options as BaseOptions
 from kvstudy.engine.pool import BlockTable, stack_tables
 from kvstudy.engine.request import Request
@@ -305,7 +305,7 @@ class H2O(Policy):
         else:
             lse = torch.empty((q.shape[1], q.shape[0]), dtype=torch.float32, device=q.device)
             attending.prefill(layer, q, keys, values, chunk.start, out, lse)
-            self.count_chunk(state.scores, layer, q, k, keys, lse, chunk)
+            self.count_chunk(state.scores, Seen(layer, q, k, keys, lse, chunk))
         if chunk.last:
             self._end_of_prompt(layer, state, chunk.stop)
 
@@ -316,17 +316,9 @@ class H2O(Policy):
         g = self.geometry
         return torch.zeros((g.layers, g.kv_heads, prompt_tokens), device=g.device)
 
-    def count_chunk(
-        self,
-        into: torch.Tensor,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        keys: torch.Tensor,
-        lse: torch.Tensor,
-        chunk: Chunk,
-    ) -> None:
-        into[layer, :, : chunk.stop] += self.context.attending.column_sums(q, keys, lse, chunk.start)
+    def count_chunk(self, into: torch.Tensor, seen: Seen) -> None:
+        sums = self.context.attending.column_sums(seen.q, seen.keys, seen.lse, seen.chunk.start)
+        into[seen.layer, :, : seen.chunk.stop] += sums
 
     def adopt(self, request: Request, prompt: Prompt) -> None:
         self.open(request)

@@ -33,7 +33,7 @@ from pydantic import Field
 from kvstudy.engine import attention, kernels
 from kvstudy.engine.policies import infinigen_rules as rules
 from kvstudy.engine.policies import register
-from kvstudy.engine.policies.base import Chunk, Context, Policy, Prompt, Reservation, Rows
+from kvstudy.engine.policies.base import Chunk, Context, Policy, Prompt, Reservation, Rows, Seen
 from kvstudy.engine.policies.base import Options as BaseOptions
 from kvstudy.engine.policies.infinigen_kernel import kernel
 from kvstudy.engine.policies.offload import chunk_on_host
@@ -414,18 +414,9 @@ class InfiniGen(Policy):
         g = self.geometry
         return torch.zeros((self.sparse, g.kv_heads, g.head_dim), device=g.device)
 
-    def count_chunk(
-        self,
-        into: torch.Tensor,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        keys: torch.Tensor,
-        lse: torch.Tensor,
-        chunk: Chunk,
-    ) -> None:
-        if layer >= WHOLE_LAYERS:
-            into[layer - WHOLE_LAYERS] += self._magnitudes(layer - WHOLE_LAYERS, q, k)
+    def count_chunk(self, into: torch.Tensor, seen: Seen) -> None:
+        if (at := seen.layer - WHOLE_LAYERS) >= 0:
+            into[at] += self._magnitudes(at, seen.q, seen.k)
 
     def adopt(self, request: Request, prompt: Prompt) -> None:
         if self.options.rule == "speed":

@@ -17,7 +17,7 @@ import torch
 from pydantic import Field
 
 from kvstudy.engine.policies import register
-from kvstudy.engine.policies.base import Chunk, Context, Options, Rows
+from kvstudy.engine.policies.base import Context, Options, Rows, Seen
 from kvstudy.engine.policies.h2o import H2O, H2OOptions
 from kvstudy.engine.request import Request
 
@@ -42,16 +42,8 @@ class Random(H2O):
     def counts(self) -> Hashable | None:
         return None if self.off else ("lots", self.seed)
 
-    def count_chunk(
-        self,
-        into: torch.Tensor,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        keys: torch.Tensor,
-        lse: torch.Tensor,
-        chunk: Chunk,
-    ) -> None:
+    def count_chunk(self, into: torch.Tensor, seen: Seen) -> None:
+        layer, chunk = seen.layer, seen.chunk
         lots = self._of_these_heads(self._lots(chunk.request, 0, layer), chunk.request.prompt_tokens)
         into[layer, :, chunk.start : chunk.stop] = torch.from_numpy(lots[chunk.start : chunk.stop].T).to(into)
 
