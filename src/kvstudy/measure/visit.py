@@ -128,6 +128,8 @@ class _Hangs(Exception):
 
 #: How long a server may take to say that it is well, once a load is over.
 HEALTH_S = 15.0
+#: How long a process may take to end once it no longer listens.
+DYING_S = 5.0
 
 
 # --- a visit -------------------------------------------------------------------------------------
@@ -431,7 +433,7 @@ class Measuring:
             effective = server.effective_config()
             before = server.counters()
         except (OSError, ValueError, KeyError) as error:
-            if server.failure() is None:
+            if _why_it_ended(server, error) is None:
                 if not isinstance(error, HTTPError) and isinstance(error, OSError):
                     raise _Hangs(str(error)) from error
                 raise Fault(f"the server is up but does not answer what it must: {error}") from error
@@ -702,6 +704,15 @@ def _drawn(folder: Path, *, warmup: bool = False) -> workload.Drawn:
             f"the workload {folder} is damaged ({' '.join(str(error).split())[:120]}): delete it and run again; "
             "it is drawn anew, the same"
         ) from None
+
+
+def _why_it_ended(server: BroughtUp, error: Exception) -> str | None:
+    """Why the server died, if it did: one that refuses connections is dying, and its process ends a moment later."""
+    refused = isinstance(getattr(error, "reason", error), ConnectionError)
+    until = time.monotonic() + (DYING_S if refused else 0.0)
+    while (reason := server.failure()) is None and time.monotonic() < until:
+        time.sleep(0.05)
+    return reason
 
 
 def _is_well(server: BroughtUp) -> bool:
