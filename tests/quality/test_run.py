@@ -55,6 +55,17 @@ def test_a_visit_is_taken_up_where_it_was_and_checked_against_a_served_deploymen
     assert main(argv) == 0 and scored == [24, 48, 48]
 
 
+def test_deployments_that_read_a_prompt_in_different_ways_are_not_scored_on_one_reading(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(checkout)
+    ways = "framework.prefill=blocked,chunked_lossy"
+    assert main(["grid", "study=tiny", "framework=full,h2o", ways, "--results", str(tmp_path)]) == 0
+    visits = load_plan(Layout(tmp_path).plan("tiny")).quality
+    read = [{getattr(cell.framework, "prefill", None) for cell in visit.cells} for visit in visits]
+    assert sorted(read, key=str) == [{"blocked"}, {"chunked_lossy"}]
+
+
 def test_a_served_path_that_differs_makes_the_cells_invalid() -> None:
     scoring = object.__new__(run.Scoring)
     scoring.checks, scoring.reasons = {}, {}

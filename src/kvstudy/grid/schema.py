@@ -958,7 +958,8 @@ class QualityCell(Deployment):
         parts = {"model": self.model, "hardware": self.hardware, "quality": self.quality}
         dumped = {name: identity(part.model_dump(mode="json")) for name, part in parts.items()}
         own = self.framework.environment is None
-        chunk = [getattr(self.framework, name, None) for name in ("block_size", "max_prefill_tokens")] if own else []
+        how = ("block_size", "max_prefill_tokens", "prefill") if own else ()
+        chunk = [getattr(self.framework, name, None) for name in how]
         return digest([dumped, self.seed, chunk, self.harness_version, "" if own else self.cell_id])
 
 
