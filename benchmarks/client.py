@@ -15,7 +15,8 @@ import aiohttp
 import numpy as np
 
 from benchmarks.common import Row, main
-from kvstudy.load.client import Plan, Request, completion_body, run
+from kvstudy.load.client import Plan, completion_body, run
+from kvstudy.load.flights import Request
 from kvstudy.load.mock import Script, running
 from kvstudy.measure import gates
 

@@ -35,7 +35,8 @@ from tokenizers import Tokenizer
 
 from benchmarks.common import Row, emit
 from kvstudy.grid.schema import TextSource
-from kvstudy.load.client import Plan, Request, completion_body, run
+from kvstudy.load.client import Plan, completion_body, run
+from kvstudy.load.flights import Request
 from kvstudy.load.mock import Script, running
 from kvstudy.load.text import read_text
 from kvstudy.measure.importers import metrics_of, read

@@ -87,7 +87,7 @@ def kvstudy(*arguments: str) -> Ran:
 
 def requests(rng: np.random.Generator) -> Any:
     """Thirty requests with their chunks, as a load of 24 s at about one a second would leave them."""
-    from kvstudy.load.client import typed_frame
+    from kvstudy.load.flights import typed_frame
 
     rows = []
     for index, scheduled in enumerate(np.sort(rng.uniform(0.0, 24.0, 30))):
@@ -124,7 +124,8 @@ def fill(results: Path, study: str) -> int:
     from kvstudy.grid import store
     from kvstudy.grid.records import Summary, Verdict
     from kvstudy.measure import metrics
-    from kvstudy.measure.visit import memory_frame, memory_summary, write_requests
+    from kvstudy.measure.record import memory_frame, memory_summary
+    from kvstudy.measure.requests import write_requests
 
     layout = store.Layout(results)
     rng = np.random.default_rng(0)

@@ -148,7 +148,7 @@ def _ensure_ready(deployment: Deployment, results: Path) -> list[str]:
 
 def measure(argv: list[str]) -> int | None:
     """Measure one visit (--visit FILE), or every visit of a study that is not done."""
-    visit_main = _stage("kvstudy.measure.visit")
+    visit_main = _stage("kvstudy.measure.command")
     if any(arg == "--visit" or arg.startswith("--visit=") for arg in argv):
         return visit_main(argv)
     options = _study_parser("measure", "Measure every cell of a study that is not whole.").parse_intermixed_args(argv)

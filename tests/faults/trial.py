@@ -120,7 +120,7 @@ def _hook(at: int, how: str) -> list[int]:
 
     import pandas as pd
 
-    from kvstudy.measure import visit
+    from kvstudy.measure import record
 
     seen = [0]
 
@@ -151,7 +151,7 @@ def _hook(at: int, how: str) -> list[int]:
     wrap(tempfile, "mkdtemp")
     wrap(tempfile, "mkstemp", None)
     wrap(Path, "write_text", lambda arguments: arguments[0])
-    wrap(visit, "write_requests", lambda arguments: arguments[1])
+    wrap(record, "write_requests", lambda arguments: arguments[1])
     wrap(pd.DataFrame, "to_parquet", lambda arguments: arguments[1])
     return seen
 
@@ -162,6 +162,7 @@ def _visit(asked: dict[str, Any], model: Path, counter: Path) -> int:
     from test_visit import Script, cell, maker, visit_of
 
     from kvstudy.grid.schema import PoissonLoad
+    from kvstudy.measure import command
     from kvstudy.measure import visit as measuring
 
     results = Path(asked["results"])
@@ -185,7 +186,7 @@ def _visit(asked: dict[str, Any], model: Path, counter: Path) -> int:
         exec(statement, {"measuring": measuring})
     seen = _hook(asked.get("at", 0), asked.get("how", "before"))
     marker = results / "s" / "visits" / "v.json"
-    code = measuring.main(["--visit", str(path), "--results", str(results), "--marker", str(marker)])
+    code = command.main(["--visit", str(path), "--results", str(results), "--marker", str(marker)])
     counter.write_text(str(seen[0]))
     return code
 

@@ -11,7 +11,8 @@ import pandas as pd
 import pytest
 
 from kvstudy.grid.records import REQUEST_COLUMNS
-from kvstudy.load.client import Plan, Request, Result, chat_body, completion_body, run
+from kvstudy.load.client import Plan, Result, chat_body, completion_body, run
+from kvstudy.load.flights import Request
 from kvstudy.load.mock import Script, running
 
 

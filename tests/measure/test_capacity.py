@@ -11,7 +11,8 @@ import pytest
 
 from kvstudy.grid.schema import KneeLoad, PoissonLoad, Slo
 from kvstudy.load.arrivals import schedule, unit_arrivals
-from kvstudy.load.client import Bound, Plan, Request, completion_body, run
+from kvstudy.load.client import Bound, Plan, completion_body, run
+from kvstudy.load.flights import Request
 from kvstudy.load.mock import Script, running
 from kvstudy.measure import metrics
 from kvstudy.measure.capacity import Probe, find

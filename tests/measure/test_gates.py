@@ -11,7 +11,7 @@ import pytest
 
 from kvstudy.frameworks.base import Counters
 from kvstudy.grid.schema import Cell, FixedLength, Full, GammaLoad, Hardware, Model, PoissonLoad, Workload
-from kvstudy.load.client import typed_frame
+from kvstudy.load.flights import typed_frame
 from kvstudy.measure.gates import Gates, judge, saturation
 from kvstudy.measure.metrics import Window
 

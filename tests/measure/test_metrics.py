@@ -10,7 +10,7 @@ import pandas as pd
 import pytest
 
 from kvstudy.grid.schema import Slo
-from kvstudy.load.client import typed_frame
+from kvstudy.load.flights import typed_frame
 from kvstudy.measure.metrics import (
     REGISTRY,
     Window,

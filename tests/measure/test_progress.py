@@ -15,8 +15,8 @@ from kvstudy.cli import main
 from kvstudy.grid.plan import Plan, make_plan, write_plan
 from kvstudy.grid.store import SUMMARY, Layout, staged, write_json, write_text
 from kvstudy.measure import state
+from kvstudy.measure.command import main as measure
 from kvstudy.measure.progress import of_study, read_progress
-from kvstudy.measure.visit import main as measure
 
 
 @pytest.fixture

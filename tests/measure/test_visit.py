@@ -43,8 +43,10 @@ from kvstudy.grid.schema import (
 )
 from kvstudy.load.mock import Script
 from kvstudy.load.text import read_text
+from kvstudy.measure import record
 from kvstudy.measure import visit as measuring
-from kvstudy.measure.visit import Allotted, Fault, Measuring, measure_visit
+from kvstudy.measure.faults import Allotted, Fault
+from kvstudy.measure.visit import Measuring, measure_visit
 
 CORES = sorted(os.sched_getaffinity(0))
 TEXT = TextSource(kind="jsonl", path=str(Path(tempfile.gettempdir()) / f"kvstudy-test-text-{os.getuid()}.jsonl"))
@@ -343,7 +345,7 @@ def test_a_full_disk_leaves_nothing_half(model_dir: Path, results: Path, monkeyp
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(measuring, "write_requests", full)
+    monkeypatch.setattr(record, "write_requests", full)
     with pytest.raises(OSError, match="No space"):
         measure_visit(visit_of(cell()), results, make=maker(model_dir, Script()), model_dir=model_dir)
     assert list((results / "store").iterdir()) == []
@@ -355,13 +357,14 @@ from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_visit import *
 visit = visit_of(cell(PoissonLoad(rate=20, duration_s=0.5)), cell(PoissonLoad(rate=5, duration_s=60.0)))
+import kvstudy.measure.command as command
 import kvstudy.measure.visit as v
 path = Path({results!r}) / "visit.json"
 path.parent.mkdir(parents=True, exist_ok=True)
 path.write_text(visit.model_dump_json())
 v.model_folder = lambda *_: Path({model!r})
 v.make_server = lambda d, m, e, work, held: maker(Path({model!r}), Script(first_s=0.01))(work, held)
-sys.exit(v.main(["--visit", str(path), "--results", {results!r}, "--marker", {results!r} + "/marker.json"]))
+sys.exit(command.main(["--visit", str(path), "--results", {results!r}, "--marker", {results!r} + "/marker.json"]))
 """
 
 

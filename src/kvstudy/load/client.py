@@ -34,14 +34,8 @@ import numpy as np
 import numpy.typing as npt
 import pandas as pd
 
-from kvstudy.grid.records import REQUEST_COLUMNS
-
-try:
-    import orjson
-
-    _loads: Callable[[bytes], Any] = orjson.loads
-except ImportError:  # pragma: no cover - a faster parser where there is one
-    _loads = json.loads
+from kvstudy.load.connection import Connection
+from kvstudy.load.flights import Flight, Request, frame_of
 
 #: A kept-alive connection idle for longer is not trusted (uvicorn closes its own after 5 s).
 IDLE_LIMIT_S = 3.0
@@ -49,20 +43,6 @@ CLOSED_BACKOFF_S = 0.1
 _SWEEP_S = 0.1
 _POLL_S = 0.25
 _PREOPEN_LIMIT = 2048
-_TEXT_LIMIT = 300
-
-_NAN = float("nan")
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One request as it will be sent. `body` is the JSON of the POST."""
-
-    index: int
-    length_class: str
-    prompt_tokens_asked: int
-    output_tokens_asked: int
-    body: bytes
 
 
 @dataclass(frozen=True)
@@ -98,7 +78,7 @@ class Bound:
     ttft_s: float | None = None
     e2el_s: float | None = None
 
-    def missed(self, flight: _Flight, now: float) -> bool:
+    def missed(self, flight: Flight, now: float) -> bool:
         """Whether the request has missed a bound, or would if its next token came now."""
         if flight.status and flight.status != "ok":
             return True
@@ -212,283 +192,6 @@ def _raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-class _Flight:
-    """A request on its way, and what is known of it."""
-
-    __slots__ = (
-        "chunk_s",
-        "chunk_tokens",
-        "connection",
-        "connector",
-        "done",
-        "error",
-        "finish",
-        "finished",
-        "prompt_tokens",
-        "queue_s",
-        "request",
-        "retried",
-        "scheduled",
-        "sent",
-        "status",
-        "text_s",
-        "tokens",
-        "total",
-    )
-
-    def __init__(self, request: Request, scheduled: float) -> None:
-        self.request = request
-        self.scheduled = scheduled  # absolute
-        self.sent = _NAN
-        self.finished = _NAN
-        self.chunk_s: list[float] = []  # chunks whose usage says that they carry tokens
-        self.chunk_tokens: list[int] = []
-        self.text_s: list[float] = []  # chunks with text and no usage
-        self.tokens = 0  # cumulative, from chunks with a choice
-        self.total: int | None = None  # as the server counted in the end
-        self.prompt_tokens: int | None = None
-        self.queue_s = _NAN
-        self.finish = False
-        self.done = False
-        self.status = ""
-        self.error: str | None = None
-        self.retried = False
-        self.connection: _Connection | None = None
-        self.connector: asyncio.Task[Any] | None = None
-
-
-_HEAD, _CHUNKED, _LENGTH, _TO_CLOSE = range(4)
-
-
-class _Connection(asyncio.Protocol):
-    """One kept-alive connection: writes a request, reads its answer, gives itself back."""
-
-    __slots__ = (
-        "_body",
-        "_buffer",
-        "_client",
-        "_events",
-        "_left",
-        "_state",
-        "_status",
-        "flight",
-        "idle_since",
-        "keep",
-        "served",
-        "transport",
-    )
-
-    def __init__(self, client: _Client) -> None:
-        self._client = client
-        self.transport: asyncio.Transport | None = None
-        self.flight: _Flight | None = None
-        self.served = 0
-        self.idle_since = 0.0
-        self._reset()
-
-    def _reset(self) -> None:
-        self._state = _HEAD
-        self._status = 0
-        self._buffer = b""
-        self._events = b""
-        self._body = b""
-        self._left = 0
-        self.keep = True
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport = transport  # type: ignore[assignment]
-        if self.flight is not None:
-            self.send(self.flight)
-
-    def send(self, flight: _Flight) -> None:
-        """Hand the request's bytes to the socket."""
-        self.flight = flight
-        flight.connection = self
-        assert self.transport is not None
-        self._reset()
-        body = flight.request.body
-        flight.sent = time.monotonic()
-        self.transport.write(b"%b%d\r\n\r\n%b" % (self._client.head, len(body), body))
-
-    def data_received(self, data: bytes) -> None:
-        now = time.monotonic()
-        flight = self.flight
-        if flight is None:  # bytes after an answer's end: not a connection to use again
-            self._drop()
-            return
-        buffer = self._buffer + data if self._buffer else data
-        try:
-            if self._state == _HEAD:
-                end = buffer.find(b"\r\n\r\n")
-                if end < 0:
-                    self._buffer = buffer
-                    return
-                self._read_head(buffer[:end])
-                buffer = buffer[end + 4 :]
-            if self._state == _CHUNKED:
-                self._read_chunks(buffer, flight, now)
-            elif self._state == _LENGTH:
-                self._content(buffer, flight, now)
-                self._left -= len(buffer)
-                self._buffer = b""
-                if self._left <= 0:
-                    self._finish(flight, now)
-            else:
-                self._content(buffer, flight, now)
-                self._buffer = b""
-        except Exception as error:  # whatever a broken server sends must end this request only
-            self.keep = False
-            flight.error = flight.error or f"malformed: {type(error).__name__} {error}"[:_TEXT_LIMIT]
-            self._finish(flight, now)
-
-    def _read_head(self, head: bytes) -> None:
-        lines = head.split(b"\r\n")
-        self._status = int(lines[0].split(b" ", 2)[1])
-        self._state = _TO_CLOSE
-        for line in lines[1:]:
-            name, _, value = line.partition(b":")
-            name = name.lower()
-            if name == b"transfer-encoding" and b"chunked" in value.lower():
-                self._state = _CHUNKED
-            elif name == b"content-length" and self._state != _CHUNKED:
-                self._state = _LENGTH
-                self._left = int(value)
-            elif name == b"connection" and b"close" in value.lower():
-                self.keep = False
-
-    def _read_chunks(self, buffer: bytes, flight: _Flight, now: float) -> None:
-        position = 0
-        while True:
-            line_end = buffer.find(b"\r\n", position)
-            if line_end < 0:
-                break
-            size = int(buffer[position:line_end].split(b";", 1)[0], 16)
-            start = line_end + 2
-            if size == 0:
-                if buffer.find(b"\r\n", start) < 0:
-                    break
-                self._buffer = b""
-                self._finish(flight, now)
-                return
-            stop = start + size
-            if len(buffer) < stop + 2:
-                break
-            self._content(buffer[start:stop], flight, now)
-            position = stop + 2
-        self._buffer = buffer[position:] if position else buffer
-
-    def _content(self, content: bytes, flight: _Flight, now: float) -> None:
-        if self._status != 200:
-            self._body = (self._body + content)[:65536]
-            return
-        events = self._events + content if self._events else content
-        if b"\r" in events:
-            events = events.replace(b"\r\n", b"\n")
-        parts = events.split(b"\n\n")
-        self._events = parts.pop()
-        for event in parts:
-            if event.startswith(b"data: "):
-                payload = event[6:]
-            else:
-                payload = b"\n".join(line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:"))
-                if not payload:
-                    continue
-            if payload == b"[DONE]":
-                flight.done = True
-            else:
-                _read_event(flight, _loads(payload), now)
-
-    def _finish(self, flight: _Flight, now: float) -> None:
-        """The answer is complete."""
-        self.flight = None
-        self.served += 1
-        if self._status != 200:
-            status = "error"
-            error = flight.error or f"http {self._status}: {_error_text(self._body)}"
-        elif flight.error is not None:
-            status, error = "error", flight.error
-        elif not (flight.done or flight.finish):
-            status, error = "error", "stream cut: the answer ended without a finish"
-        else:
-            status, error = "ok", None
-        self._client.finished(flight, status, error, now)
-        if self.keep and self.transport is not None and not self.transport.is_closing():
-            self.idle_since = now
-            self._client.idle.append(self)
-        else:
-            self._drop()
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        flight, self.flight = self.flight, None
-        if flight is None:
-            return
-        now = time.monotonic()
-        if self._state == _TO_CLOSE and exc is None:
-            self.flight = flight
-            self.keep = False
-            self._finish(flight, now)
-        elif self._state == _HEAD and not self._buffer:
-            if self.served and not flight.retried:
-                # The server had closed this connection while it was idle: that is not the server's failure.
-                flight.retried = True
-                self._client.retried += 1
-                self._client.open(flight)
-            else:
-                self._client.finished(flight, "error", f"reset: {exc or 'closed before any answer'}", now)
-        else:
-            self._client.finished(
-                flight,
-                "error",
-                flight.error or f"stream cut: {exc or 'connection closed in mid-answer'}",
-                now,
-            )
-
-    def _drop(self) -> None:
-        if self.transport is not None:
-            self.transport.abort()
-
-
-def _read_event(flight: _Flight, event: Any, now: float) -> None:
-    """Take what one event says. Only chunks with a choice count for tokens; the last one has totals alone."""
-    failure = event.get("error")
-    if failure is not None:
-        message = failure.get("message", failure) if isinstance(failure, dict) else failure
-        flight.error = f"error in stream: {message}"[:_TEXT_LIMIT]
-        return
-    usage = event.get("usage")
-    choices = event.get("choices")
-    if choices:
-        choice = choices[0]
-        if choice.get("finish_reason") is not None:
-            flight.finish = True
-        if usage is not None:
-            tokens = usage.get("completion_tokens") or 0
-            if tokens > flight.tokens:
-                flight.chunk_s.append(now)
-                flight.chunk_tokens.append(tokens - flight.tokens)
-                flight.tokens = tokens
-        else:
-            delta = choice.get("delta")
-            if choice.get("text") or (delta and (delta.get("content") or delta.get("reasoning_content"))):
-                flight.text_s.append(now)
-    if usage is not None:
-        flight.total = usage.get("completion_tokens")
-        flight.prompt_tokens = usage.get("prompt_tokens", flight.prompt_tokens)
-    extension = event.get("kvstudy")
-    if isinstance(extension, dict) and extension.get("queue_s") is not None:
-        flight.queue_s = float(extension["queue_s"])
-
-
-def _error_text(body: bytes) -> str:
-    try:
-        parsed = json.loads(body)
-        failure = parsed.get("error", parsed)
-        text = str(failure.get("message", failure)) if isinstance(failure, dict) else str(failure)
-    except (ValueError, AttributeError):
-        text = body.decode(errors="replace")
-    return " ".join(text.split())[:_TEXT_LIMIT]
-
-
 class _Client:
     """The event loop's side: what is due, what is running, what has come back."""
 
@@ -520,10 +223,10 @@ class _Client:
         self._bound = bound
         self._missed = 0  # among those that are over, up to self._counted
         self._counted = 0
-        self.idle: deque[_Connection] = deque()
+        self.idle: deque[Connection] = deque()
         self.retried = 0
-        self._running: dict[int, _Flight] = {}  # in order of scheduling, so that the oldest come first
-        self._over: list[_Flight] = []
+        self._running: dict[int, Flight] = {}  # in order of scheduling, so that the oldest come first
+        self._over: list[Flight] = []
         self._next = 0
         self._sent_count = 0
         self._failed = 0
@@ -560,7 +263,7 @@ class _Client:
             for flight in list(self._running.values()):
                 self._give_up(flight, "censored", "censored: broken off")
             for connection in self.idle:
-                connection._drop()
+                connection.drop()
         over = time.monotonic()
         await asyncio.sleep(0)
         ended = min(over, self._end) if self._aborted is None else over
@@ -593,7 +296,7 @@ class _Client:
         for start in range(0, wanted, 64):
             made = await asyncio.gather(
                 *(
-                    self._loop.create_connection(lambda: _Connection(self), self._host, self._port)
+                    self._loop.create_connection(lambda: Connection(self), self._host, self._port)
                     for _ in range(min(64, wanted - start))
                 ),
                 return_exceptions=True,
@@ -615,7 +318,7 @@ class _Client:
             if due > time.monotonic():
                 self._at(due, self._dispatch)
                 return
-            flight = _Flight(requests[self._next], due)
+            flight = Flight(requests[self._next], due)
             self._next += 1
             self._issue(flight)
 
@@ -631,11 +334,11 @@ class _Client:
             self._exhausted = True
             self._stop_issuing()
             return
-        flight = _Flight(self._plan.requests[self._next], now)
+        flight = Flight(self._plan.requests[self._next], now)
         self._next += 1
         self._issue(flight)
 
-    def _issue(self, flight: _Flight) -> None:
+    def _issue(self, flight: Flight) -> None:
         self._running[flight.request.index] = flight
         self._sent_count += 1
         now = time.monotonic()
@@ -645,20 +348,24 @@ class _Client:
             if transport is None or transport.is_closing():
                 continue
             if now - connection.idle_since > IDLE_LIMIT_S:
-                connection._drop()
+                connection.drop()
                 continue
             connection.send(flight)
             return
         self.open(flight)
 
-    def open(self, flight: _Flight) -> None:
+    def open(self, flight: Flight) -> None:
         """Send a request on a connection of its own making."""
         flight.connection = None
         flight.connector = self._loop.create_task(self._connect(flight))
 
-    async def _connect(self, flight: _Flight) -> None:
-        def protocol() -> _Connection:
-            connection = _Connection(self)
+    def rest(self, connection: Connection) -> None:
+        """Keep a connection for a later request."""
+        self.idle.append(connection)
+
+    async def _connect(self, flight: Flight) -> None:
+        def protocol() -> Connection:
+            connection = Connection(self)
             connection.flight = flight
             return connection
 
@@ -672,7 +379,7 @@ class _Client:
         finally:
             flight.connector = None
 
-    def finished(self, flight: _Flight, status: str, error: str | None, now: float) -> None:
+    def finished(self, flight: Flight, status: str, error: str | None, now: float) -> None:
         """A request is over; in a closed loop its slot is free."""
         if flight.status:
             return
@@ -692,14 +399,14 @@ class _Client:
         if not self._running and not self._issuing:
             self._drained.set()
 
-    def _give_up(self, flight: _Flight, status: str, error: str) -> None:
+    def _give_up(self, flight: Flight, status: str, error: str) -> None:
         connection, connector = flight.connection, flight.connector
         self.finished(flight, status, error, time.monotonic())
         if connector is not None:
             connector.cancel()
         if connection is not None:
             connection.flight = None
-            connection._drop()
+            connection.drop()
 
     def _stop_issuing(self) -> None:
         if self._times and self._next < len(self._times) and self._aborted is None:
@@ -776,59 +483,9 @@ class _Client:
         flights = list(self._over)
         if self._plan.times is not None:
             for position in range(self._next, len(self._times)):
-                flight = _Flight(self._plan.requests[position], self._times[position])
+                flight = Flight(self._plan.requests[position], self._times[position])
                 flight.status = "error"
                 flight.error = f"not sent: {self._aborted or 'the load was broken off'}"
                 flights.append(flight)
         flights.sort(key=lambda flight: flight.request.index)
         return frame_of(flights, zero)
-
-
-def frame_of(flights: Sequence[_Flight], zero: float) -> pd.DataFrame:
-    """Rows of `records.REQUEST_COLUMNS` from finished flights; times relative to `zero`."""
-    rows: list[dict[str, Any]] = []
-    for flight in flights:
-        request = flight.request
-        times, tokens = _chunks(flight)
-        total = flight.total if flight.total is not None else (flight.tokens or None)
-        rows.append(
-            {
-                "index": request.index,
-                "length_class": request.length_class,
-                "scheduled_s": flight.scheduled - zero,
-                "sent_s": flight.sent - zero,
-                "first_token_s": times[0] - zero if times else _NAN,
-                "last_token_s": times[-1] - zero if times else _NAN,
-                "finished_s": flight.finished - zero,
-                "chunk_s": [round(item - zero, 7) for item in times],
-                "chunk_tokens": tokens,
-                "prompt_tokens_asked": request.prompt_tokens_asked,
-                "prompt_tokens": flight.prompt_tokens,
-                "output_tokens_asked": request.output_tokens_asked,
-                "output_tokens": total,
-                "server_queue_s": flight.queue_s,
-                "status": flight.status,
-                "error": flight.error,
-                "in_window": True,
-            }
-        )
-    return typed_frame(rows)
-
-
-def typed_frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
-    """A frame with exactly the columns and dtypes of `records.REQUEST_COLUMNS`."""
-    frame = pd.DataFrame(rows, columns=list(REQUEST_COLUMNS))
-    for name, dtype in REQUEST_COLUMNS.items():
-        frame[name] = frame[name].astype(dtype)  # type: ignore[call-overload]
-    return frame
-
-
-def _chunks(flight: _Flight) -> tuple[list[float], list[int] | None]:
-    """Times of the chunks that carry tokens and their counts; None where the server's usage does not say."""
-    if flight.chunk_s:
-        return flight.chunk_s, flight.chunk_tokens
-    if flight.text_s:
-        # No usage in the chunks. One token each is a fact only if the total says so.
-        counts = [1] * len(flight.text_s) if flight.total == len(flight.text_s) else None
-        return flight.text_s, counts
-    return [], [] if flight.total == 0 else None

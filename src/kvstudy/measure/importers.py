@@ -26,7 +26,7 @@ from typing import Any
 
 import pandas as pd
 
-from kvstudy.load.client import typed_frame
+from kvstudy.load.flights import typed_frame
 from kvstudy.measure.metrics import REGISTRY, Window, compute, split
 from kvstudy.measure.requests import write_requests
 

@@ -17,6 +17,7 @@ from openai import OpenAI
 from kvstudy.frameworks import http
 from kvstudy.frameworks.upstream.batch_server.serving import BatchServer, Text
 from kvstudy.load import client
+from kvstudy.load.flights import Request
 
 from .stand_in import StandIn
 
@@ -77,7 +78,7 @@ def test_our_client_counts_tokens_and_times_them(served: tuple[str, StandIn]) ->
     url, loop = served
     prompts = [np.arange(1, 9), np.arange(1, 9), np.arange(1, 6)]
     bodies = [client.completion_body("m", prompt, 6) for prompt in prompts]
-    requests = [client.Request(i, "short", len(p), 6, b) for i, (p, b) in enumerate(zip(prompts, bodies, strict=True))]
+    requests = [Request(i, "short", len(p), 6, b) for i, (p, b) in enumerate(zip(prompts, bodies, strict=True))]
     plan = client.Plan(requests, duration_s=5, timeout_s=10, drain_s=10, times=np.array([0.0, 0.001, 0.002]))
     frame = client.run(plan, url).frame
     assert list(frame["status"]) == ["ok"] * 3 and list(frame["output_tokens"]) == [6, 6, 6]
