@@ -1,0 +1,116 @@
+"""The typed cell: everything that can change a measured number, and nothing else.
+
+Every model forbids unknown keys, so a misspelt option is an error that names the choices and never a
+silently ignored one. A cell's identity is the hash of its canonical JSON without `NOT_IDENTITY`: titles
+and patience are for people and do not enter it.
+"""
+
+from kvstudy.grid.schema.base import NOT_IDENTITY, Strict, canonical, content_hash, digest, identity, number
+from kvstudy.grid.schema.cell import CELL_ID, Cell, Deployment, QualityCell, QualityVisit, Visit
+from kvstudy.grid.schema.framework import (
+    H2O,
+    RUNS_CODE,
+    Budget,
+    FlexGen,
+    Framework,
+    Full,
+    H2OUpstream,
+    InfiniGen,
+    InfiniGenUpstream,
+    Offload,
+    Random,
+    Streaming,
+    Upstream,
+    Vllm,
+)
+from kvstudy.grid.schema.lengths import (
+    EmpiricalLength,
+    FixedLength,
+    Length,
+    LognormalLength,
+    NormalLength,
+    TraceLength,
+    UniformLength,
+    length_label,
+    mean_tokens,
+)
+from kvstudy.grid.schema.load import (
+    BurstLoad,
+    ClosedLoad,
+    ConstantLoad,
+    GammaLoad,
+    KneeLoad,
+    Load,
+    PoissonLoad,
+    RampLoad,
+    Slo,
+    TraceLoad,
+    load_label,
+)
+from kvstudy.grid.schema.machine import Cluster, Hardware
+from kvstudy.grid.schema.model import Model, Shape
+from kvstudy.grid.schema.quality import Greedy, Perplexity, Quality, Retention, Tasks
+from kvstudy.grid.schema.workload import SharedPrefix, TextSource, Workload, workload_label
+
+__all__ = [
+    "CELL_ID",
+    "H2O",
+    "NOT_IDENTITY",
+    "RUNS_CODE",
+    "Budget",
+    "BurstLoad",
+    "Cell",
+    "ClosedLoad",
+    "Cluster",
+    "ConstantLoad",
+    "Deployment",
+    "EmpiricalLength",
+    "FixedLength",
+    "FlexGen",
+    "Framework",
+    "Full",
+    "GammaLoad",
+    "Greedy",
+    "H2OUpstream",
+    "Hardware",
+    "InfiniGen",
+    "InfiniGenUpstream",
+    "KneeLoad",
+    "Length",
+    "Load",
+    "LognormalLength",
+    "Model",
+    "NormalLength",
+    "Offload",
+    "Perplexity",
+    "PoissonLoad",
+    "Quality",
+    "QualityCell",
+    "QualityVisit",
+    "RampLoad",
+    "Random",
+    "Retention",
+    "Shape",
+    "SharedPrefix",
+    "Slo",
+    "Streaming",
+    "Strict",
+    "Tasks",
+    "TextSource",
+    "TraceLength",
+    "TraceLoad",
+    "UniformLength",
+    "Upstream",
+    "Visit",
+    "Vllm",
+    "Workload",
+    "canonical",
+    "content_hash",
+    "digest",
+    "identity",
+    "length_label",
+    "load_label",
+    "mean_tokens",
+    "number",
+    "workload_label",
+]
