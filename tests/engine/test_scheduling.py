@@ -113,10 +113,18 @@ def test_max_num_seqs_bounds_the_batch(engine_of: Make) -> None:
     engine.generate([random_prompt(4)] * 5, params(4))
     assert engine.scheduler.peak_running == 2
     assert engine.scheduler.queued == {"memory": 0, "seats": 3, "turn": 0}
-    text = metrics.render(engine)
+    text = metrics.render(engine, 0)
     assert 'kvstudy_requests_queued_total{short_of="seats"} 3' in text and "kvstudy_preemptions_total 0" in text
     engine.reset()
     assert engine.scheduler.queued == {"memory": 0, "seats": 0, "turn": 0}
+
+
+def test_what_came_during_a_step_waits_though_the_scheduler_has_not_seen_it(engine_of: Make) -> None:
+    engine = engine_of(max_num_seqs=1)
+    engine.submit(random_prompt(4), params(4))
+    engine.step()
+    assert (len(engine.scheduler.running), len(engine.scheduler.waiting)) == (1, 0)
+    assert "\nkvstudy_requests_waiting 2\n" in metrics.render(engine, 3)
 
 
 @pytest.mark.parametrize("when", ["waiting", "prefill", "decode"])

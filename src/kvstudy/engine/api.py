@@ -435,7 +435,9 @@ def create_app(engine: Engine, runner: Runner) -> FastAPI:
 
     @app.get("/metrics")
     async def metrics_text() -> Response:
-        return PlainTextResponse(metrics.render(engine), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return PlainTextResponse(
+            metrics.render(engine, runner.open_requests), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     @app.get("/config")
     async def effective_config() -> Response:

@@ -13,8 +13,11 @@ from kvstudy.engine.core import Engine
 Sample = tuple[dict[str, str], float]
 
 
-def render(engine: Engine) -> str:
-    """All metrics, one family after another."""
+def render(engine: Engine, open_requests: int) -> str:
+    """All metrics, one family after another. `open_requests` are those taken from clients and not ended.
+
+    A request that came while a step runs is not the scheduler's yet, and waits all the same.
+    """
     lines: list[str] = []
 
     def family(name: str, kind: str, text: str, samples: Iterable[Sample]) -> None:
@@ -61,7 +64,7 @@ def render(engine: Engine) -> str:
         [({"direction": direction}, processes * n) for direction, n in engine.link.moved_bytes.items()],
     )
     family("kvstudy_requests_running", "gauge", "Admitted requests.", one(len(scheduler.running)))
-    family("kvstudy_requests_waiting", "gauge", "Queued requests.", one(len(scheduler.waiting)))
+    family("kvstudy_requests_waiting", "gauge", "Queued requests.", one(max(0, open_requests - len(scheduler.running))))
     family("kvstudy_requests_running_peak", "gauge", "Most admitted since /reset.", one(scheduler.peak_running))
     family("kvstudy_requests_waiting_peak", "gauge", "Most queued since /reset.", one(scheduler.peak_waiting))
     family(
