@@ -61,7 +61,8 @@ def test_chunks_of_several_tokens_are_counted_from_usage() -> None:
     frame = offer(Script(tokens_per_chunk=4, gap_s=0.02), 5, tokens=16).frame
     assert frame["chunk_tokens"].tolist() == [[4, 4, 4, 4]] * 5
     tpot = (frame["last_token_s"] - frame["first_token_s"]) / 15
-    assert tpot.median() == pytest.approx(0.004, rel=0.15)
+    # Four gaps of 20 ms over fifteen tokens; counted a token a chunk it would be 20 ms. A busy machine adds some.
+    assert 0.0039 < tpot.median() < 0.01
 
 
 def test_role_only_and_empty_chunks_are_not_tokens() -> None:

@@ -8,11 +8,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pandas as pd
 import pytest
 from fabricate import Spec
 
 from kvstudy.report import figures, style
 from kvstudy.report.data import StudyData
+from kvstudy.report.figures import against_load
 
 Study = Callable[[list[Spec]], StudyData]
 
@@ -125,3 +127,45 @@ def test_no_unit_is_missing(mixed: StudyData) -> None:
             for label in (axes.get_xlabel(), axes.get_ylabel()):
                 plain = label in ("", "MiB", "share of KV attended") or re.search(r"\(.+\)$", label)
                 assert plain, (name, label)
+
+
+def test_panels_run_along_the_load_and_then_along_what_else_varies() -> None:
+    def point(**own: object) -> dict[str, object]:
+        base = {"model": "m", "workload": "w", "prompt_tokens": 128.0, "output_tokens": 16.0, "long_share": 0.0}
+        base |= {"shared_share": 0.0, "turns": None, "load": "poisson", "rate": 1.0, "token_rate": None}
+        base |= {"concurrency": None, "burstiness": None, "kv_memory_mib": 16.0, "hardware": "cpu"}
+        row = base | own
+        return row | {"workload_key": str([row[name] for name in ("prompt_tokens", "long_share", "shared_share")])}
+
+    closed = {"load": "closed", "rate": None, "concurrency": 2.0}
+    frame = pd.DataFrame(
+        [
+            point(),
+            point(rate=3.0),
+            point(long_share=0.5),  # beside the first point, which begins two lines
+            point(**closed),
+            point(**closed, prompt_tokens=512.0),
+            point(load="gamma", burstiness=4.0),
+            point(load="burst", rate=None),
+            point(model="other"),
+        ]
+    ).astype({name: float for name in ("turns", "rate", "token_rate", "concurrency", "burstiness")})
+    found = [(axis, sorted(part.index)) for axis, part in against_load.families(frame)]
+    assert found == [
+        ("rate", [0, 1]),
+        ("long_share", [0, 2]),
+        ("burstiness", [0, 5]),
+        ("prompt_tokens", [3, 4]),
+        (None, [6]),
+        ("rate", [7]),
+    ]
+
+
+def test_a_mix_at_equal_tokens_a_second_runs_along_the_share_though_its_rates_differ() -> None:
+    rows = [{"long_share": share, "rate": rate, "token_rate": 300.0} for share, rate in ((0.0, 2.5), (1.0, 0.5))]
+    same = {"model": "m", "workload": "w", "prompt_tokens": 96.0, "output_tokens": 24.0, "shared_share": 0.0}
+    same |= {"turns": float("nan"), "load": "poisson", "concurrency": float("nan"), "burstiness": float("nan")}
+    same |= {"kv_memory_mib": 16.0, "hardware": "cpu"}
+    frame = pd.DataFrame([row | same | {"workload_key": str(row["long_share"])} for row in rows])
+    ((axis, part),) = against_load.families(frame)
+    assert (axis, len(part)) == ("long_share", 2)

@@ -26,72 +26,107 @@ from kvstudy.report.figures.drawing import (
 )
 from kvstudy.report.figures.registry import Drawn, figure
 
-#: What a study may sweep instead of the load, and the words on its axis.
-SWEPT = {
+#: What a panel may run along, and the words on its axis. The load is first; what varies beside it has its own panels.
+AXES = {
+    "rate": "offered rate (requests/s)",
+    "concurrency": "requests in flight (closed loop)",
     "long_share": "share of long requests",
     "shared_share": "share of a prompt that is shared",
     "burstiness": "burstiness (squared coefficient of variation of the gaps)",
+    "prompt_tokens": "prompt length (tokens)",
+    "output_tokens": "output length (tokens)",
+    "kv_memory_mib": "KV memory (MiB)",
 }
+#: What makes one point another's equal, but for the axis.
+_SETTING = (
+    "model",
+    "workload",
+    "prompt_tokens",
+    "output_tokens",
+    "long_share",
+    "shared_share",
+    "turns",
+    "loop",
+    "offered",
+    "concurrency",
+    "burstiness",
+    "kv_memory_mib",
+    "hardware",
+)
+#: Axes of the workload; along the others the workload is one.
+_OF_WORKLOAD = ("long_share", "shared_share", "prompt_tokens", "output_tokens")
 
 
-def along(frame: pd.DataFrame) -> tuple[pd.DataFrame, str | None]:
-    """The points with `x` and `x_label`, and the swept axis that x is, if it is not the load."""
-    frame = frame.assign(burstiness=frame["burstiness"].mask(frame["load"] == "poisson", 1.0))
-    swept = next((name for name in SWEPT if frame[name].nunique() > 1), None)
-    x = pd.Series(float("nan"), index=frame.index)
-    label = pd.Series("as drawn", index=frame.index)
-    choices = {"rate": "offered rate (requests/s)", "concurrency": "requests in flight (closed loop)"}
-    if swept is not None:
-        choices = {swept: SWEPT[swept], **choices}
-    for name, words_of_it in choices.items():
-        label = label.mask(x.isna() & frame[name].notna(), words_of_it)
-        x = x.fillna(frame[name])
-    label = label.mask(frame["load"] == "burst", "requests at once")
-    return frame.assign(x=x.fillna(0.0), x_label=label), swept
+def families(frame: pd.DataFrame) -> list[tuple[str | None, pd.DataFrame]]:
+    """The points by panel: what its axis is (None: a single load without a number), and its points.
+
+    Points that differ in the load alone make a panel along it; those that are left, along the first axis in which alone
+    they differ from others (which may be shown twice, as the beginning of several lines); the rest stand by themselves.
+    """
+    # A mix of lengths at equal tokens a second has a rate of its own at each share, and arrivals without a name for
+    # their burstiness are Poisson's.
+    frame = frame.assign(
+        burstiness=frame["burstiness"].mask(frame["load"] == "poisson", 1.0),
+        offered=frame["token_rate"].fillna(frame["rate"]),
+        loop=frame["load"].replace({"poisson": "open", "gamma": "open"}),
+    )
+    found: list[tuple[str | None, pd.DataFrame]] = []
+    left = pd.Series(True, index=frame.index)
+    for axis in AXES:
+        keys = [key for key in _SETTING if key != ("offered" if axis == "rate" else axis)]
+        keys += [] if axis in _OF_WORKLOAD else ["workload_key"]
+        for _, part in frame[frame[axis].notna()].groupby(keys, sort=True, dropna=False):
+            alone = part[axis].nunique() < 2 or not left[part.index].any()
+            # Two workloads may share their name and their means, and must not share a line.
+            if not alone and (part.groupby(axis)["workload_key"].nunique() == 1).all():
+                found.append((axis, part))
+                left[part.index] = False
+    for _, part in frame[left].groupby([*_SETTING, "workload_key", "load"], sort=True, dropna=False):
+        first = part.iloc[0]
+        found.append((next((axis for axis in ("rate", "concurrency") if pd.notna(first[axis])), None), part))
+    return found
 
 
-def _panels(frame: pd.DataFrame, swept: str | None) -> list[tuple[str, pd.DataFrame]]:
-    """Split points into panels by what may not share axes; a title names only what differs."""
-    keys = ["model", "workload_key", "load", "kv_memory_mib", "hardware"]
-    if swept is not None:
-        # Along a swept axis the load is one: the rate, or the tokens a second that set it.
-        frame = frame.assign(offered=frame["token_rate"].fillna(frame["rate"]))
-        keys = ["model", "workload", "turns", "offered", "x_label", "kv_memory_mib", "hardware"]
+def _panels(frame: pd.DataFrame) -> list[tuple[str, str | None, pd.DataFrame]]:
+    """Title, axis and points of each panel; a title names only what differs."""
     below_full = sorted({float(b) for b in frame["budget_share"] if b < 1})
     crowded = len(below_full) > 3
-    parts: list[tuple[dict[str, str], pd.DataFrame]] = []
-    for _, part in frame.groupby(keys, sort=True, dropna=False):
+    parts: list[tuple[dict[str, str], str | None, pd.DataFrame]] = []
+    for axis, part in families(frame):
         first = part.iloc[0]
+        others = frame if axis not in _OF_WORKLOAD else frame.assign(**{str(axis): first[axis]})
         name = {
             "model": str(first["model"]),
-            "workload": words.workload(first, frame if swept is None else part),
-            "turns": f"conversations of {first['turns']:.0f} turns" if pd.notna(first["turns"]) else "",
-            "load": _load_of(first, swept),
-            "memory": f"KV {words.plain(first['kv_memory_mib'])} MiB",
+            "workload": words.workload(first, others),
+            "load": _load_of(first, axis),
+            "memory": "" if axis == "kv_memory_mib" else f"KV {words.plain(first['kv_memory_mib'])} MiB",
             "hardware": str(first["hardware"]),
         }
         if crowded:
             for budget in below_full:
                 kept = part[(part["budget_share"] == budget) | (part["budget_share"] == 1)]
                 if (kept["budget_share"] == budget).any():
-                    parts.append(({**name, "budget": f"b = {words.plain(budget)}"}, kept))
+                    parts.append(({**name, "budget": f"b = {words.plain(budget)}"}, axis, kept))
         else:
-            parts.append((name, part))
-    titles = []
-    for name, _ in parts:
-        differing = [value for key, value in name.items() if len({other.get(key) for other, _ in parts}) > 1]
-        titles.append(", ".join(value for value in differing if value))
-    return [(title, part) for title, (_, part) in zip(titles, parts, strict=True)]
+            parts.append((name, axis, part))
+    found = []
+    for name, axis, part in parts:
+        differing = [value for key, value in name.items() if len({other.get(key) for other, _, _ in parts}) > 1]
+        found.append((", ".join(value for value in differing if value), axis, part))
+    return found
 
 
-def _load_of(first: pd.Series, swept: str | None) -> str:
-    if swept is None:
-        return str(first["load"])
-    if first["load"] == "burst":
+def _load_of(first: pd.Series, axis: str | None) -> str:
+    """The load as a title names it: what its axis does not say."""
+    kind = str(first["load"])
+    if kind == "burst":
         return "all at once"
+    if axis in ("rate", "concurrency"):
+        return kind
+    arrivals = "" if axis == "burstiness" or kind in ("poisson", "closed") else f"{kind}, "
     if pd.notna(first["token_rate"]):
-        return f"{words.plain(first['token_rate'])} tokens/s offered"
-    return words.load(first["rate"], first["concurrency"])
+        return f"{arrivals}{words.plain(first['token_rate'])} tokens/s offered"
+    return arrivals + words.load(first["rate"], first["concurrency"])
 
 
 def _against_load(data: StudyData, metric: str, what: str) -> Drawn:
@@ -101,17 +136,16 @@ def _against_load(data: StudyData, metric: str, what: str) -> Drawn:
     if frame.empty:
         return empty(f"no measured cell of this study has {metric}")
     shown = data.shown(metric)
-    frame, swept = along(frame)
-    panels = _panels(frame, swept)
+    panels = _panels(frame)
     cut = len(panels) - MOST_PANELS
     panels = panels[:MOST_PANELS]
     drawing, axes_list, wide = grid(len(panels))
     lines = data.lines(frame)
-    for axes, (title, part) in zip(axes_list, panels, strict=True):
-        _draw_lines(axes, part, "x", lines, shown.factor)
+    for axes, (title, axis, part) in zip(axes_list, panels, strict=True):
+        _draw_lines(axes, part.assign(x=part[axis] if axis else 0.0), "x", lines, shown.factor)
         axes.set_title(wrapped(title, 34))
-        axes.set_xlabel(wrapped(str(part["x_label"].iloc[0]), 34))
-        if (part["x_label"] == "as drawn").all():
+        axes.set_xlabel(wrapped(AXES[axis] if axis else "", 34))
+        if axis is None:
             axes.set_xticks([])
         if axes.get_subplotspec().is_first_col():  # type: ignore[union-attr]
             axes.set_ylabel(wrapped(shown.axis, 20) if len(panels) > 1 else shown.axis)
