@@ -213,16 +213,20 @@ def interpolate(found: Sequence[Point], at: Sequence[float], axis: int = 0) -> E
     )
 
 
-def errors(frame: pd.DataFrame, metric: str) -> tuple[list[float], int]:
-    """Log errors of predicting each point without itself, and how many points could not be."""
-    found: list[float] = []
+def left_out(frame: pd.DataFrame, metric: str) -> tuple[list[tuple[float, float]], int]:
+    """Predicting each point without itself: the log error and the half width that the neighbours' own intervals give.
+
+    And how many points could not be predicted.
+    """
+    found: list[tuple[float, float]] = []
     refused = 0
     for line in lines(frame):
         good, _ = points_of(line, metric)
         for place, point in enumerate(good):
             rest = [other for other in good[:place] + good[place + 1 :] if other.at != point.at]
             try:
-                found.append(interpolate(rest, point.at).log - math.log(point.value))
+                one = interpolate(rest, point.at)
+                found.append((one.log - math.log(point.value), one.half))
             except Refused:
                 refused += 1
     return found, refused
@@ -254,15 +258,15 @@ class Coverage:
 
 
 def leave_one_out(frame: pd.DataFrame) -> list[Coverage]:
-    """Coverage of each metric: every point is predicted, and its interval made, without that point."""
+    """Coverage of each metric: every point is predicted without itself, with an interval like an answer's."""
     out = []
     for metric in METRICS:
-        residuals, refused = errors(frame, metric)
+        predicted, refused = left_out(frame, metric)
         covered = 0
-        for place, residual in enumerate(residuals):
-            others = residuals[:place] + residuals[place + 1 :]
-            covered += abs(residual) <= half_width(others)
-        out.append(Coverage(metric, len(residuals), covered, refused))
+        for place, (error, half) in enumerate(predicted):
+            others = [other for other, _ in predicted[:place] + predicted[place + 1 :]]
+            covered += abs(error) <= math.hypot(half, half_width(others))
+        out.append(Coverage(metric, len(predicted), covered, refused))
     return out
 
 
@@ -278,7 +282,7 @@ def recommend(table: pd.DataFrame, query: Query, quality: pd.DataFrame | None = 
     if query.model not in set(frame["model"]):
         known = ", ".join(sorted(set(frame["model"])))
         raise AnalysisError(f"no measured cell of model '{query.model}'; there are {known}")
-    spread = {metric: half_width(errors(frame, metric)[0]) for metric in METRICS}
+    spread = {metric: half_width([error for error, _ in left_out(frame, metric)[0]]) for metric in METRICS}
     answers = [_answer(line, query, spread, quality) for line in lines(frame[frame["model"] == query.model])]
     order = {"meets": 0, "may meet": 1, "": 1, "misses": 2}
     return sorted(

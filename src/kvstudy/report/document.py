@@ -169,7 +169,8 @@ def _table(made: latex.Table, numbers: Mapping[str, int]) -> dict[str, Any]:
         sources = [_ranges(numbers[cell] for cell in cells if cell in numbers) for cells in made.cells]
         made = replace(
             made,
-            columns=[*made.columns, latex.Column("Cells", numeric=False)],
+            # A long list of numbers shares the width with the other texts; left alone it would take all of it.
+            columns=[*made.columns, latex.Column("Cells", numeric=False, wide=max(map(len, sources), default=0) > 24)],
             rows=[[*row, text] for row, text in zip(made.rows, sources, strict=True)],
         )
     return {

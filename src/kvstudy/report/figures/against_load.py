@@ -161,8 +161,10 @@ def _against_load(data: StudyData, metric: str, what: str) -> Drawn:
         ),
         wide,
     )
+    # The names of axes without their units; one load without a number is still the load.
+    named = dict.fromkeys("the load" if axis in (None, "rate", "concurrency") else AXES[axis] for _, axis, _ in panels)
     caption = joined(
-        what,
+        what.replace("the load", words.listed(name.split(" (")[0] for name in named)),
         samples_text(data, frame),
         interval_text(frame),
         marks_text(frame),
