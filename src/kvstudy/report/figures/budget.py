@@ -48,8 +48,10 @@ def budget_effect(data: StudyData) -> Drawn:
             axes.set_ylabel(shown.axis)
             axes.set_xlabel("share of KV attended")
         if len(groups) > 1:
-            # Out of the layout: a long title must not widen its column.
-            axes_row[0].set_title(title, loc="left").set_in_layout(False)
+            # Room above for a line that is written over all columns: as a title it would widen the first.
+            axes_row[0].set_title(" ", loc="left")
+            over = {"xycoords": "axes fraction", "textcoords": "offset points", "annotation_clip": False}
+            axes_row[0].annotate(title, (0, 1), (0, 4), fontsize="medium", **over).set_in_layout(False)
         used.append(frame[frame["point"].isin(chosen)])
     everything = pd.concat(used)
     handles = [line_handle(label, name, 0) for label, name in _families(everything)]
@@ -90,7 +92,10 @@ def _memory_points(data: StudyData) -> dict[str, pd.DataFrame]:
 
 
 def _budget_groups(frame: pd.DataFrame) -> list[tuple[str, set[str]]]:
-    """For each model and workload the load at which most budgets were measured (the highest of those)."""
+    """For each model and workload the load at which most budgets were measured (the highest of those).
+
+    Those with most budgets come first, real weights before random ones: a figure shows the first few.
+    """
     groups = []
     keys = ["model", "workload_key", "kv_memory_mib", "hardware"]
     for _, part in frame.groupby(keys, sort=True):
@@ -110,8 +115,8 @@ def _budget_groups(frame: pd.DataFrame) -> list[tuple[str, set[str]]]:
                     named.append(f"KV {words.plain(first['kv_memory_mib'])} MiB")
                 best = (key, ", ".join([*named, what]), set(at["point"]))
         if best is not None:
-            groups.append((best[1], best[2]))
-    return groups
+            groups.append((-best[0][0], bool((part["weights"] == "random").any()), best[1], best[2]))
+    return [(title, chosen) for _, _, title, chosen in sorted(groups, key=lambda group: group[:2])]
 
 
 def _draw_budget(axes: Axes, part: pd.DataFrame, factor: float) -> bool:
