@@ -10,7 +10,7 @@ import pytest
 from kvstudy.grid import store
 from kvstudy.grid.compose import ConfigError
 from kvstudy.grid.plan import Plan, load_plan, make_plan, plan_study, write_plan
-from kvstudy.grid.schema import CELL_ID, Cell
+from kvstudy.grid.schema import CELL_ID, Cell, FixedLength, SharedPrefix, Workload, workload_label
 
 
 @pytest.fixture
@@ -93,6 +93,25 @@ def test_what_means_nothing_is_left_out_with_its_reason(root: Path) -> None:
         root / "conf", ["study=tiny", "workload.prompt={kind: fixed, tokens: 1020},{kind: fixed, tokens: 9}"]
     )
     assert any("the model takes 1024" in entry.reason for entry in too_long.left_out)
+
+
+@pytest.mark.parametrize("name", ["mix", "burst", "sharing", "memory_limited"])
+def test_a_policy_that_is_off_is_measured_once_as_full(root: Path, name: str) -> None:
+    plan = make_plan(root / "conf", [f"study={name}"])
+    budgets = {(c.framework.name, c.budget.share) for c in plan.cells}
+    assert budgets == {("vllm", 1.0), ("full", 1.0), ("h2o", 0.2), ("infinigen", 0.2)}
+    assert any("`full`, which is measured" in entry.reason for entry in plan.left_out)
+
+
+def test_what_a_workload_shares_is_in_its_name() -> None:
+    def label(**shared: object) -> str:
+        prefix = SharedPrefix.model_validate(shared)
+        lengths = {"prompt": FixedLength(tokens=8), "output": FixedLength(tokens=2)}
+        return workload_label(Workload(name="w", shared_prefix=prefix, **lengths))
+
+    assert label() == "w-p8-o2" and label(share=0.5, groups=3) == "w-p8-o2-s0.5x3"
+    assert label(kind="sessions") == "w-p8-o2-turns4x4"
+    assert label(kind="sessions", share=0.5) == "w-p8-o2-turns4x4-s0.5"
 
 
 def test_more_gpus_than_there_are_is_refused(root: Path, tmp_path: Path) -> None:

@@ -93,6 +93,6 @@ def workload_label(workload: Workload) -> str:
     prefix = workload.shared_prefix
     if prefix.kind == "sessions":
         parts.append(f"turns{prefix.turns}x{prefix.active}")
-    elif prefix.share > 0:
+    if prefix.share > 0:
         parts.append(f"s{number(prefix.share)}" + (f"x{prefix.groups}" if prefix.groups > 1 else ""))
     return "-".join(parts)
