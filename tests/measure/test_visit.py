@@ -274,6 +274,21 @@ def test_a_class_of_failure_that_takes_every_request(
     assert summary["metrics"]["failures"]["value"] == 1.0 and summary["metrics"]["ttft.p50"]["value"] is None
 
 
+def test_a_server_that_listens_no_more_is_refused_and_what_it_refuses_counts(model_dir: Path, results: Path) -> None:
+    load = PoissonLoad(rate=20, duration_s=1.0, timeout_s=2, drain_s=1, warmup_requests=0, slo=Slo(e2el_s=1.0))
+    make = maker(model_dir, Script(deaf_after=8))
+    assert list(measure_visit(visit_of(cell(load)), results, make=make, model_dir=model_dir).cells.values()) == ["ok"]
+    (found,) = summaries(results).values()
+    requests = pd.read_parquet(results / "store" / found["cell"] / "requests.parquet")
+    failed = requests[requests["status"] != "ok"]
+    offered = found["counts"]["offered"]
+    assert len(failed) == offered - 7 > 3 and failed["error"].iloc[1:].str.startswith("refused").all()
+    # Refusing is quick: what counts is that none of it counts as served, or as fast.
+    assert found["metrics"]["goodput"]["value"] == pytest.approx(7 / offered)
+    assert found["metrics"]["e2el.p90"]["infinite"] and found["metrics"]["e2el.p90"]["value"] is None
+    assert found["metrics"]["e2el.mean"]["n"] == 7 and "failures" in found["flags"]
+
+
 def test_half_503_halve_what_succeeds_and_are_counted(model_dir: Path, results: Path) -> None:
     measure_visit(visit_of(cell()), results, make=maker(model_dir, Script(error_share=0.5)), model_dir=model_dir)
     (summary,) = summaries(results).values()

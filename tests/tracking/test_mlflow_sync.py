@@ -58,6 +58,7 @@ def test_a_run_holds_what_a_person_looks_for(client: Any, root: Path, plan_path:
     assert "framework.implementation" not in run.data.params
     assert run.data.metrics["ttft/p50"] == summary.metrics["ttft.p50"].value
     assert run.data.metrics["axis/rate"] == 1.0
+    assert run.data.metrics["goodput/value"] == summary.metrics["goodput"].value
     assert run.data.tags["outcome"] == "ok" and run.data.tags["verdict"] == "VALID"
     assert run.data.tags["mlflow.parentRunId"] and run.data.tags["result_sha"]
     assert run.info.end_time - run.info.start_time == 42_000

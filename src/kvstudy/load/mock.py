@@ -49,6 +49,7 @@ class Script:
     die_status: int = 1
     die_message: str = ""
     freeze_after: int = 0  # from this request (1-based) on it answers nothing any more, not even /health
+    deaf_after: int = 0  # from this request (1-based) on it listens no more: the process lives, connections are refused
     ready_after_s: float = 0.0  # /health says 503 until then
     kv_bytes_per_token: int = 1024
     kv_memory_bytes: int = 1 << 20
@@ -71,10 +72,19 @@ class Mock:
         self.free_at = 0.0  # when the single server is free (M/D/1)
         self.arrivals: list[float] = []
         self.started = 0.0
+        self.server: asyncio.Server | None = None
+        self.connections: set[_Handler] = set()
 
     def take(self, share: float) -> bool:
         """Whether this request is one of the share, spread evenly."""
         return int(self.seen * share) > int((self.seen - 1) * share)
+
+    def go_deaf(self) -> None:
+        """Listen no more, and close what is open."""
+        if self.server is not None:
+            self.server.close()
+        for connection in list(self.connections):
+            connection.transport.abort()
 
     def reset(self) -> None:
         """Forget the peaks and counts of an earlier load."""
@@ -116,9 +126,11 @@ class _Handler(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = transport  # type: ignore[assignment]
+        self.mock.connections.add(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.lost = True
+        self.mock.connections.discard(self)
 
     def data_received(self, data: bytes) -> None:
         self.buffer += data
@@ -206,6 +218,9 @@ class _Handler(asyncio.Protocol):
             os._exit(script.die_status)
         if script.freeze_after and mock.seen >= script.freeze_after:
             time.sleep(1e6)  # a deadlock: the process lives, its loop does not
+        if script.deaf_after and mock.seen >= script.deaf_after:
+            mock.go_deaf()
+            return
         if mock.take(script.error_share):
             self._answer(script.error_status, json.dumps({"error": {"message": "by script", "type": "error"}}))
             self._next()
@@ -379,7 +394,8 @@ async def serve(script: Script, host: str = "127.0.0.1", port: int = 0) -> async
     loop = asyncio.get_running_loop()
     mock = Mock(script)
     mock.started = loop.time()
-    return await loop.create_server(lambda: _Handler(mock), host, port, backlog=4096)
+    mock.server = await loop.create_server(lambda: _Handler(mock), host, port, backlog=4096)
+    return mock.server
 
 
 @dataclass
@@ -449,7 +465,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise SystemExit(f"kvstudy mock: cannot listen on {host}:{port}: {error.strerror}") from error
         address = server.sockets[0].getsockname()
         print(f"kvstudy mock ready on http://{address[0]}:{address[1]}", flush=True)
-        await server.serve_forever()
+        await asyncio.Event().wait()  # not serve_forever, which ends when the script has it listen no more
 
     factory: Callable[[], asyncio.AbstractEventLoop]
     try:
