@@ -1,4 +1,4 @@
-"""How much load one client process can offer, and how late it is: `python benchmarks/client.py [--json]`.
+"""How much load one client process can offer, and how late it is: `python -m benchmarks.client [--json]`.
 
 A scripted server on one core answers; the client, on another, sends an open loop. Targets: 5,000 requests a second of
 one-chunk replies and 300 a second of 64-chunk streams, p99 lag below 5 ms. Beside it a plain aiohttp program does the

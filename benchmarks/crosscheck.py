@@ -1,6 +1,6 @@
 """The same load from our client, from `vllm bench serve` and from AIPerf, side by side.
 
-`python benchmarks/crosscheck.py --tokenizer FOLDER --vllm-python PY --aiperf BIN [--url URL --model NAME]`
+`python -m benchmarks.crosscheck --tokenizer FOLDER --vllm-python PY --aiperf BIN [--url URL --model NAME]`
 
 All three send the same prompts to the same server, at the same constant rate (vLLM: a gamma process of enormous shape),
 in the same order, the same number of output tokens asked; the server's core is the first, the clients' the last.
