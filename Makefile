@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 SNAKEMAKE := snakemake --cores $(CORES) --config study=$(STUDY) $(if $(OVERRIDES),'overrides=$(OVERRIDES)')
 
-.PHONY: study setup test test-long test-slurm lint ui report paper clean-venv
+.PHONY: study setup test test-long test-slurm lint ui report paper example clean-venv
 .DEFAULT_GOAL := study
 
 study: setup  ## set everything up, run the study, end by naming what it made
@@ -47,7 +47,12 @@ ui: setup  ## browse the runs
 	mlflow ui --backend-store-uri sqlite:///results/mlflow.db --port 5000
 
 paper: setup  ## the LaTeX paper of a study (needs latexmk and LaTeX)
-	@$(SNAKEMAKE) paper
+	@$(SNAKEMAKE) -- paper
+
+example: report  ## copy a study's report, tables and decided claims to docs/results, where examples are committed
+	@mkdir -p docs/results/$(STUDY)/tables
+	@cp results/$(STUDY)/report.pdf results/$(STUDY)/cells.csv results/$(STUDY)/claims.json docs/results/$(STUDY)/
+	@cp results/$(STUDY)/tables/*.csv results/$(STUDY)/tables/*.tex docs/results/$(STUDY)/tables/
 
 report: setup  ## rebuild figures, tables and PDF from the cells that are there
-	@$(SNAKEMAKE) report
+	@$(SNAKEMAKE) -- report
