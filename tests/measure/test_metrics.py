@@ -180,6 +180,17 @@ def test_small_samples_are_starred() -> None:
     assert not found["ttft.p50"].starred and found["ttft.p90"].starred and found["ttft.p99"].starred
 
 
+def test_gaps_of_requests_that_share_a_pace_are_worth_less() -> None:
+    def width(paces: np.ndarray) -> float:
+        rows = [row(i, 0.1 * i, [(0.1 + k * pace, 1) for k in range(5)]) for i, pace in enumerate(paces)]
+        found = compute(frame(*rows), WINDOW)["itl.mean"]
+        assert found.low is not None and found.high is not None
+        return found.high - found.low
+
+    stretches = np.repeat([0.01, 0.03, 0.01, 0.03], 15)
+    assert width(stretches) > 1.5 * width(np.random.default_rng(0).permutation(stretches))
+
+
 def test_every_metric_has_a_definition() -> None:
     found = compute(frame(row(0, 0.0, SIXTEEN)), WINDOW, slo=Slo(ttft_s=1.0))
     assert {split(name)[0] for name in found} == set(REGISTRY) - {"capacity"}

@@ -325,7 +325,10 @@ def mean_metric(values: Values, unit: str) -> Metric:
 
 
 def _pooled(gaps: list[Values], unit: str) -> dict[str, Metric]:
-    """Mean and percentiles of gaps pooled over requests; intervals by resampling whole requests."""
+    """Mean and percentiles of gaps pooled over requests; intervals by resampling whole requests.
+
+    As many are drawn as the requests are worth: those that share a batch share its pace.
+    """
     if not gaps:
         empty = Metric(value=None, unit=unit, n=0)
         return {"mean": empty, **{name: empty.model_copy(update={"starred": True}) for name in PERCENTILES}}
@@ -335,9 +338,10 @@ def _pooled(gaps: list[Values], unit: str) -> dict[str, Metric]:
     # As many rounds as take about a second; below 40 there is no interval worth giving.
     rounds = min(200, 4_000_000 // len(pooled)) if len(gaps) >= 5 else 0
     rounds = rounds if rounds >= 40 else 0
+    worth = round(statistics.effective_size(np.array([float(own.mean()) for own in gaps])))
     quantiles = list(PERCENTILES.values())
     for _ in range(rounds):
-        again = np.concatenate([gaps[i] for i in random.integers(len(gaps), size=len(gaps))])
+        again = np.concatenate([gaps[i] for i in random.integers(len(gaps), size=worth)])
         means["mean"].append(float(again.mean()))
         for name, value in zip(PERCENTILES, np.quantile(again, quantiles), strict=True):
             means[name].append(float(value))
