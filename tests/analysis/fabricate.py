@@ -59,6 +59,10 @@ class Spec:
     kv_memory_mib: float = 64.0
     rule: str | None = None
     long_share: float = 0.0
+    burstiness: float | None = None
+    at_once: int | None = None
+    shared: float = 0.0
+    prefix_caching: bool = False
     outcome: str = "ok"
     reasons: tuple[str, ...] = ()
     source: str = "measured"
@@ -76,11 +80,17 @@ def config_of(spec: Spec) -> dict[str, Any]:
         framework |= {"implementation": "native", "scheduler": "continuous"}
     if spec.rule:
         framework["rule"] = spec.rule
+    if spec.prefix_caching:
+        framework["prefix_caching"] = True
     random = spec.model.startswith("random")
     load: dict[str, Any] = {"warmup_requests": 2, "duration_s": spec.duration_s, "timeout_s": 120.0}
     load |= {"drain_s": 60.0}
     if spec.concurrency is not None:
         load |= {"name": "closed", "concurrency": spec.concurrency}
+    elif spec.at_once is not None:
+        load |= {"name": "burst", "requests": spec.at_once}
+    elif spec.burstiness is not None:
+        load |= {"name": "gamma", "rate": spec.rate, "burstiness": spec.burstiness}
     else:
         load |= {"name": "poisson", "rate": spec.rate}
     return {
@@ -110,6 +120,7 @@ def config_of(spec: Spec) -> dict[str, Any]:
             "text": {"kind": "pydoc"},
             "prompt": {"kind": "uniform", "low": 64, "high": 320},
             "long_share": spec.long_share,
+            "shared_prefix": {"kind": "common", "share": spec.shared},
             "output": {"kind": "uniform", "low": 16, "high": 64},
             "api": "completions",
         },
@@ -129,7 +140,7 @@ def ids_of(config: dict[str, Any]) -> tuple[str, str]:
         ]
     )
     load = config["load"]
-    at = f"r{number(load['rate'])}" if "rate" in load else f"c{load['concurrency']}"
+    at = f"r{number(load['rate'])}" if "rate" in load else f"c{load.get('concurrency', load.get('requests'))}"
     deployment = {k: v for k, v in config.items() if k not in ("workload", "load", "seed")}
     cell = f"{slug}_{config['workload']['name']}_{load['name']}-{at}_s{config['seed']}-{digest(config)}"
     return cell, f"{slug}-{digest(deployment)}"
@@ -162,27 +173,28 @@ def _simulate(config: dict[str, Any], who: Character) -> pd.DataFrame:
     load = config["load"]
     draw = np.random.default_rng(config["seed"])
     horizon = load["duration_s"]
-    count = 400
-    gaps = draw.exponential(size=count)
+    count = load.get("requests", 400)
+    burstiness = load.get("burstiness", 1.0)
+    gaps = draw.gamma(1 / burstiness, burstiness, size=count) if burstiness != 1.0 else draw.exponential(size=count)
     prompts = draw.integers(64, 321, size=count)
     outputs = draw.integers(16, 65, size=count)
     noise = np.random.default_rng([config["seed"], len(config["framework"]["name"])]).normal(size=count)
-    if "rate" in load:
-        scheduled = np.cumsum(gaps) / load["rate"]
-        slots = config["framework"]["max_num_seqs"]
-    else:
-        scheduled, slots = np.zeros(count), load["concurrency"]
+    is_long = draw.random(count) < config["workload"]["long_share"]
+    prompts = np.where(is_long, 6 * prompts, prompts)
+    closed = "concurrency" in load
+    scheduled = np.cumsum(gaps) / load["rate"] if "rate" in load else np.zeros(count)
+    slots = load["concurrency"] if closed else config["framework"]["max_num_seqs"]
     rows: list[dict[str, Any]] = []
     busy: list[float] = []
     prefill_free = 0.0
     for i in range(count):
         at = scheduled[i]
-        if "rate" in load and at >= horizon:
+        if not closed and at >= horizon:
             break
         busy = [end for end in busy if end > at]
         heapq.heapify(busy)
         start = at if len(busy) < slots else max(at, sorted(busy)[len(busy) - slots])
-        if "rate" not in load and start >= horizon:
+        if closed and start >= horizon:
             break
         here = sum(end > start for end in busy) + 1
         begin = max(start, prefill_free)
@@ -192,11 +204,11 @@ def _simulate(config: dict[str, Any], who: Character) -> pd.DataFrame:
         step = who.decode * (1 + who.crowd * (here - 1)) * math.exp(0.03 * noise[i])
         times = first + step * np.arange(n)
         heapq.heappush(busy, float(times[-1]))
-        at = at if "rate" in load else start
+        at = start if closed else at
         rows.append(
             {
                 "index": i,
-                "length_class": "short",
+                "length_class": "long" if is_long[i] else "short",
                 "scheduled_s": at,
                 "sent_s": at + 0.0004,
                 "first_token_s": first,
@@ -211,7 +223,7 @@ def _simulate(config: dict[str, Any], who: Character) -> pd.DataFrame:
                 "server_queue_s": begin - at,
                 "status": "ok",
                 "error": None,
-                "in_window": bool(at >= 2.0),
+                "in_window": bool(at >= 2.0 or "requests" in load),
             }
         )
     return pd.DataFrame(rows).astype(REQUEST_COLUMNS)
@@ -268,9 +280,12 @@ def _metrics(requests: pd.DataFrame, config: dict[str, Any]) -> tuple[dict[str, 
     tpot = (window["last_token_s"] - window["first_token_s"]) / (window["output_tokens"].astype(float) - 1)
     e2el = window["last_token_s"] - window["scheduled_s"]
     metrics: dict[str, Metric] = {}
+    kinds = window["length_class"]
+    parts = {"": kinds.notna()} | ({f"{one}.": kinds == one for one in kinds.unique()} if kinds.nunique() > 1 else {})
     for name, values in (("ttft", ttft), ("tpot", tpot), ("e2el", e2el)):
-        for q in (50, 90, 99):
-            metrics[f"{name}.p{q}"] = _percentile(values, q / 100)
+        for part, of in parts.items():
+            for q in (50, 90, 99):
+                metrics[f"{name}.{part}p{q}"] = _percentile(values[of], q / 100)
     end = config["load"]["duration_s"]
     length = end - 2.0
     done = requests[(requests["last_token_s"] >= 2.0) & (requests["last_token_s"] < end)]
@@ -330,7 +345,10 @@ def _write_cell(folder: Path, cell: str, deployment: str, config: dict[str, Any]
             "drain_s": 2.0,
             "teardown_s": 0.2,
         },
-        checks={"concurrency": {"running_peak": running}},
+        checks={
+            "concurrency": {"running_peak": running},
+            "prefix_hits": {"share": 0.9 * spec.shared, "expected": spec.shared} if spec.prefix_caching else {},
+        },
         source=spec.source,  # type: ignore[arg-type]
         fingerprint=spec.fingerprint,
     )

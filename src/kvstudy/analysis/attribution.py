@@ -57,6 +57,8 @@ COLUMNS = (
     "workload_key",
     "load",
     "rate",
+    "token_rate",
+    "burstiness",
     "concurrency",
     "budget_share",
     "kv_memory_mib",
@@ -74,6 +76,9 @@ COLUMNS = (
     "cells",
 )
 
+#: What a comparison's two sides share, and the candidate's budget.
+SHARED = COLUMNS[COLUMNS.index("model") : COLUMNS.index("metric")]
+
 Floats = npt.NDArray[np.float64]
 #: The columns of a cell that comparisons use.
 Row = dict[str, Any]
@@ -90,7 +95,7 @@ class Pair:
 
 def pairs(table: pd.DataFrame) -> Iterator[Pair]:
     """Every comparison that the table allows, in the table's order."""
-    wanted = ["setting", "cell", "point", "deployment", "framework", "scheduler", "saturated", *COLUMNS[5:14]]
+    wanted = ["setting", "cell", "point", "deployment", "framework", "scheduler", "saturated", *SHARED]
     wanted += ["variant", THROUGHPUT, f"{THROUGHPUT}.low", f"{THROUGHPUT}.high"]
     # Plain rows of few columns: a table has hundreds, and a Series of them for each of many thousand cells takes long.
     good = table.loc[usable(table), [name for name in dict.fromkeys(wanted) if name in table]]
@@ -183,8 +188,7 @@ def dependent_interval(series: list[Floats]) -> tuple[float, float, float]:
     """The same of the mean of pooled series, each of which is worth its effective size; NaN where that is too small."""
     pooled = np.concatenate(series)
     size = sum(statistics.effective_size(one) for one in series)
-    found = (*statistics.mean_interval(pooled, size), statistics.mean_p(pooled, size))
-    low, high, p = (float("nan") if value is None else value for value in found)
+    low, high, p = (float("nan") if value is None else value for value in statistics.mean_test(pooled, size))
     return low, high, p
 
 
@@ -226,7 +230,7 @@ def _common(group: list[Pair]) -> dict[str, Any]:
         "candidate": first.candidate["deployment"],
         "baseline_framework": first.baseline["framework"],
         "candidate_framework": first.candidate["framework"],
-        **{key: first.candidate[key] for key in COLUMNS[5:14]},
+        **{key: first.candidate[key] for key in SHARED},
         "saturated": any(bool(side["saturated"]) for p in group for side in (p.baseline, p.candidate)),
         "seeds": len(group),
         "cells": " ".join(dict.fromkeys(cells)),

@@ -132,7 +132,7 @@ def measured(table: pd.DataFrame) -> pd.DataFrame:
 
 def lines(frame: pd.DataFrame) -> list[pd.DataFrame]:
     """The measured points by line."""
-    keys = [*SAME, "budget_share", "output_tokens", "long_share", "shared_share"]
+    keys = [*SAME, "burstiness", "budget_share", "output_tokens", "long_share", "shared_share", "turns"]
     return [part for _, part in frame.groupby(keys, dropna=False, sort=True)]
 
 

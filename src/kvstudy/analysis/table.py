@@ -76,6 +76,8 @@ RESULTS = (
     "budget_attended",
     "budget_kept",
     "running_peak",
+    "prefix_hits",
+    "prefix_expected",
     "result_sha",
 )
 
@@ -209,7 +211,10 @@ def _result_columns(summary: Summary, sha: str, units: dict[str, str]) -> dict[s
         "fingerprint": summary.fingerprint,
         "budget_attended": summary.budget.get("attended"),
         "budget_kept": summary.budget.get("kept"),
-        "running_peak": _running_peak(summary),
+        "running_peak": _checked(summary, "concurrency", "running_peak"),
+        # Shares of prompt tokens: answered from cached prefixes, and what a cache never short of room would answer.
+        "prefix_hits": _checked(summary, "prefix_hits", "share"),
+        "prefix_expected": _checked(summary, "prefix_hits", "expected"),
         "result_sha": sha,
     }
     for name, metric in summary.metrics.items():
@@ -227,10 +232,10 @@ def _result_columns(summary: Summary, sha: str, units: dict[str, str]) -> dict[s
     return row
 
 
-def _running_peak(summary: Summary) -> float | None:
-    """The most requests that the server had admitted at once, where it was sampled."""
-    check = summary.checks.get("concurrency")
-    value = check.get("running_peak") if isinstance(check, Mapping) else None
+def _checked(summary: Summary, check: str, name: str) -> float | None:
+    """A number of one of the cell's checks, where the server let it be known."""
+    found = summary.checks.get(check)
+    value = found.get(name) if isinstance(found, Mapping) else None
     return float(value) if value is not None else None
 
 
@@ -300,7 +305,7 @@ def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
         "budget_tokens",
         "link_gbps",
     ]
-    numeric += ["budget_attended", "budget_kept", "running_peak"]
+    numeric += ["budget_attended", "budget_kept", "running_peak", "prefix_hits", "prefix_expected"]
     for column in table.columns:
         if column in numeric or ("." in column and not column.endswith((".starred", ".infinite"))):
             table[column] = pd.to_numeric(table[column]).astype("float64")
@@ -423,6 +428,8 @@ def read_table(path: Path) -> pd.DataFrame:
         raise AnalysisError(f"no table at {path}; make it with `kvstudy analyse`") from None
     except ValueError:
         raise AnalysisError(f"{path} is not a table of cells; name the study's cells.parquet") from None
+    for column in set(RESULTS) - set(table.columns):  # which an older version did not write
+        table[column] = float("nan")
     absent = [axis for axis in AXES if axis not in table]
     if absent:
         raise AnalysisError(f"{path} has no column {absent[0]}: an older version made it, run `kvstudy analyse` again")

@@ -33,6 +33,8 @@ class StudyData:
         """Read what `kvstudy analyse` wrote into `study_dir`; `results` defaults to its parent."""
         path = study_dir / "attribution.csv"
         attribution = pd.read_csv(path) if path.is_file() else pd.DataFrame()
+        for axis in {"token_rate", "burstiness"} - set(attribution):  # which an older version did not write
+            attribution[axis] = np.nan
         decided = study_dir / "claims.json"
         claims = json.loads(decided.read_text(encoding="utf-8")) if decided.is_file() else []
         table = read_table(study_dir / "cells.parquet")

@@ -89,10 +89,10 @@ def _at_load(group: pd.DataFrame, metric: str, highest: bool) -> tuple[str, pd.D
     part = group[(group["metric"] == metric) & ~group["starred"]]
     part = part[part["load"] == part["load"].mode().iloc[0]] if not part.empty else part
     levels = []
-    for _, at in part.groupby(["rate", "concurrency"], dropna=False):
+    for _, at in part.groupby(["rate", "concurrency", "burstiness"], dropna=False):
         if at["series"].nunique() >= min(2, part["series"].nunique()):
-            rate, concurrency = at.iloc[0]["rate"], at.iloc[0]["concurrency"]
-            levels.append((words.level(rate, concurrency), words.load(rate, concurrency), at))
+            first = at.iloc[0]
+            levels.append((words.level(first["rate"], first["concurrency"]), words.load(first), at))
     if not levels:
         return None
     levels.sort(key=lambda item: item[0])
@@ -226,7 +226,7 @@ def _attribution(data: StudyData) -> list[Finding]:
     found = []
     for part, lead in (("engine", "The engine"), ("policy", "The policy")):
         mine = frame[frame["part"] == part].groupby(["baseline", "candidate"], sort=False)
-        chosen = [at[at["_level"] == at["_level"].max()] for _, at in mine]
+        chosen = [_one_load(at[at["_level"] == at["_level"].max()]) for _, at in mine]
         if len(chosen) > MOST_LINES:  # the smallest budget of each framework
             chosen.sort(key=lambda at: float(at["budget_share"].iloc[0]))
             chosen = list({str(at["candidate_framework"].iloc[0]): at for at in reversed(chosen)}.values())
@@ -236,11 +236,17 @@ def _attribution(data: StudyData) -> list[Finding]:
             one, other = (names.get(first[side], str(first[side])) for side in ("candidate", "baseline"))
             of = {str(row["metric"]): row for _, row in at.iterrows()}
             ratios = ", ".join(_compared(of[metric]) for metric in COMPARED if metric in of)
-            texts.append(f"{one} against {other}, at {words.load(first['rate'], first['concurrency'])}: {ratios}")
+            texts.append(f"{one} against {other}, at {words.load(first)}: {ratios}")
         if chosen:
             text = f"{lead}, by paired requests (a ratio below 1 is faster). {'; '.join(texts)}."
             found.append(Finding(text, _cells(pd.concat(chosen))))
     return found
+
+
+def _one_load(frame: pd.DataFrame) -> pd.DataFrame:
+    """The rows of the last load among those of one level, which may differ in how their arrivals come."""
+    kinds = list(frame.groupby(["load", "burstiness"], dropna=False))
+    return kinds[-1][1] if kinds else frame
 
 
 def _compared(row: pd.Series) -> str:

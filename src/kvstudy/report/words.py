@@ -152,14 +152,22 @@ def level(rate: Any, concurrency: Any) -> float:
     return math.nan if found is None else float(found)
 
 
-def load(rate: Any, concurrency: Any) -> str:
-    """A load as a sentence names it: 1 request/s, 3 requests/s, 16 requests in flight."""
-    open_loop = rate is not None and not math.isnan(float(rate))
-    value = level(rate, concurrency)
+def load(row: Any) -> str:
+    """A row's load as a sentence names it.
+
+    1 request/s, 3 requests/s of burstiness 4, 160 tokens/s offered, 16 requests in flight, 60 requests at once.
+    """
+    tokens = level(row.get("token_rate"), None)
+    if not math.isnan(tokens):
+        return f"{plain(tokens)} tokens/s offered"
+    value = level(row["rate"], row["concurrency"])
     if math.isnan(value):
         return "as drawn"  # a recorded trace, or a search for the highest rate
     noun = "request" if value == 1 else "requests"
-    return f"{plain(value)} {noun}/s" if open_loop else f"{plain(value)} {noun} in flight"
+    if math.isnan(level(row["rate"], None)):
+        return f"{plain(value)} {noun} {'at once' if row['load'] == 'burst' else 'in flight'}"
+    burstiness = level(row.get("burstiness"), None)
+    return f"{plain(value)} {noun}/s" + ("" if math.isnan(burstiness) else f" of burstiness {plain(burstiness)}")
 
 
 def workload(row: Any, frame: Any) -> str:

@@ -87,15 +87,36 @@ def families(frame: pd.DataFrame) -> list[tuple[str | None, pd.DataFrame]]:
     return found
 
 
-def _panels(frame: pd.DataFrame) -> list[tuple[str, str | None, pd.DataFrame]]:
+#: Classes of requests, and the share of long requests at which all are of the one.
+CLASSES = {"short": 0.0, "long": 1.0}
+
+
+def of_classes(data: StudyData, metric: str, part: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """The points of short and of long requests apart, along the share of long ones."""
+    family, _, statistic = metric.partition(".")
+    found = []
+    for name, alone in CLASSES.items():
+        own = data.metric(f"{family}.{name}.{statistic}")
+        own = own[own["point"].isin(part.loc[part["long_share"].between(0, 1, inclusive="neither"), "point"])]
+        if not own.empty:
+            # Where all requests are of the class, it has no metric of its own.
+            found.append((f"{name} requests", pd.concat([own, part[part["long_share"] == alone]], ignore_index=True)))
+    return found
+
+
+def _panels(data: StudyData, metric: str, frame: pd.DataFrame) -> list[tuple[str, str | None, pd.DataFrame]]:
     """Title, axis and points of each panel; a title names only what differs."""
     below_full = sorted({float(b) for b in frame["budget_share"] if b < 1})
     crowded = len(below_full) > 3
     parts: list[tuple[dict[str, str], str | None, pd.DataFrame]] = []
-    for axis, part in families(frame):
+    along = [("all requests", axis, part) for axis, part in families(frame)]
+    mixes = [part for _, axis, part in along if axis == "long_share"]
+    along += [(of, "long_share", own) for part in mixes for of, own in of_classes(data, metric, part)]
+    for of, axis, part in along:
         first = part.iloc[0]
         others = frame if axis not in _OF_WORKLOAD else frame.assign(**{str(axis): first[axis]})
         name = {
+            "of": of,
             "model": str(first["model"]),
             "workload": words.workload(first, others),
             "load": _load_of(first, axis),
@@ -124,9 +145,7 @@ def _load_of(first: pd.Series, axis: str | None) -> str:
     if axis in ("rate", "concurrency"):
         return kind
     arrivals = "" if axis == "burstiness" or kind in ("poisson", "closed") else f"{kind}, "
-    if pd.notna(first["token_rate"]):
-        return f"{arrivals}{words.plain(first['token_rate'])} tokens/s offered"
-    return arrivals + words.load(first["rate"], first["concurrency"])
+    return arrivals + words.load(first.drop("burstiness"))
 
 
 def _against_load(data: StudyData, metric: str, what: str) -> Drawn:
@@ -136,9 +155,11 @@ def _against_load(data: StudyData, metric: str, what: str) -> Drawn:
     if frame.empty:
         return empty(f"no measured cell of this study has {metric}")
     shown = data.shown(metric)
-    panels = _panels(frame)
+    panels = _panels(data, metric, frame)
     cut = len(panels) - MOST_PANELS
     panels = panels[:MOST_PANELS]
+    apart = [part for _, _, part in panels if (part["metric"] != metric).any()]
+    frame = pd.concat([frame, *apart])
     drawing, axes_list, wide = grid(len(panels))
     lines = data.lines(frame)
     for axes, (title, axis, part) in zip(axes_list, panels, strict=True):
@@ -168,6 +189,7 @@ def _against_load(data: StudyData, metric: str, what: str) -> Drawn:
         samples_text(data, frame),
         interval_text(frame),
         marks_text(frame),
+        "Short and long requests of the same cells are shown apart, too" if apart else "",
         f"{cut} further panels are in the tables" if cut > 0 else "",
         setting_text(data, frame),
     )

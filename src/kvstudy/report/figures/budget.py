@@ -100,12 +100,12 @@ def _budget_groups(frame: pd.DataFrame) -> list[tuple[str, set[str]]]:
     keys = ["model", "workload_key", "kv_memory_mib", "hardware"]
     for _, part in frame.groupby(keys, sort=True):
         best: tuple[tuple[int, float], str, set[str]] | None = None
-        for _, at in part.groupby(["load", "rate", "concurrency"], dropna=False):
+        for _, at in part.groupby(["load", "rate", "concurrency", "burstiness"], dropna=False):
             below = at[at["budget_share"] < 1]
             if below.empty:
                 continue
             first = at.iloc[0]
-            what = words.load(first["rate"], first["concurrency"])
+            what = words.load(first)
             key = (int(below["series"].nunique()), words.level(first["rate"], first["concurrency"]))
             if best is None or key > best[0]:
                 named = [str(first["model"])] if frame["model"].nunique() > 1 else []

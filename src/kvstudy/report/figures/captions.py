@@ -23,7 +23,8 @@ def interval_text(frame: pd.DataFrame) -> str:
 
 def samples_text(data: StudyData, frame: pd.DataFrame) -> str:
     """Requests behind a point: a latency's own n, or that of the latencies of the same points."""
-    requests = frame if set(frame["metric"]) <= {"ttft.p50", "tpot.p50", "e2el.p50"} else data.metric("e2el.p50")
+    families = {str(metric).partition(".")[0] for metric in frame["metric"]}
+    requests = frame if families <= {"ttft", "tpot", "e2el"} else data.metric("e2el.p50")
     counts = requests.loc[(requests["state"] == "ok") & requests["point"].isin(set(frame["point"])), "n"]
     counts = counts[counts > 0]
     if counts.empty:

@@ -166,7 +166,7 @@ def memory_timeline(data: StudyData) -> Drawn:
         handles.append(Line2D([], [], color=style.GREY, linestyle=DASHED, label="in use, host"))
     legend(drawing, handles, wide)
     first = chosen.iloc[0]
-    at = words.load(first["rate"], first["concurrency"])
+    at = words.load(first)
     caption = joined(
         f"KV memory over the course of one load ({at}, seed {int(first['seed'])}), a panel a deployment on common "
         "axes: entries in use × bytes an entry (filled), the pool reserved for them (dotted), and entries in use on "

@@ -24,13 +24,12 @@ MOST_RATIOS = 40
 SUMMARY_METRICS = ("throughput.output", "goodput", "ttft.p50", "tpot.p50", "e2el.p50")
 
 
-def _load(row: pd.Series) -> str:
-    text = words.load(row["rate"], row["concurrency"]).replace("requests", "req").replace("request", "req")
-    burstiness = row.get("burstiness")
-    return text if burstiness is None or pd.isna(burstiness) else f"{text}, burstiness {words.plain(burstiness)}"
+def load_of(row: pd.Series) -> str:
+    """A row's load as a cell of a table has room for."""
+    return words.load(row).replace("requests", "req").replace("request", "req")
 
 
-def _heads(frame: pd.DataFrame) -> list[str]:
+def heads_of(frame: pd.DataFrame) -> list[str]:
     """For each row the model, workload and KV memory, those of them that differ between rows."""
     several = [key for key in ("model", "workload_key", "kv_memory_mib") if frame[key].nunique() > 1]
     heads = []
@@ -80,7 +79,7 @@ def summary(data: StudyData) -> Table:
     lines = {label: place for place, (label, _, _) in enumerate(series_of(data.cells))}
     base["_line"] = base["series"].map(lines)
     base = base.sort_values(
-        ["model", "workload", "workload_key", "kv_memory_mib", "_line", "load", "rate", "concurrency"]
+        ["model", "workload", "workload_key", "kv_memory_mib", "_line", "load", "rate", "concurrency", "burstiness"]
     )
     offered = frame[frame["metric"] == "rate.offered"].set_index("point")["value"]
     columns = [Column("Deployment", numeric=False), Column("Load", numeric=False)]
@@ -93,7 +92,7 @@ def summary(data: StudyData) -> Table:
     rows: list[list[str]] = []
     records: list[dict[str, Any]] = []
     for point, row in base.iterrows():
-        cells = [str(row["series"]), _load(row)]
+        cells = [str(row["series"]), load_of(row)]
         cells += [words.number(_float(offered.get(point)))] if len(offered) else []
         record = {key: row[key] for key in ("series", "framework", "model", "workload", "load", "rate", "concurrency")}
         record |= {key: row[key] for key in ("budget_share", "budget_attended", "kv_memory_mib", "seeds", "ok")}
@@ -127,7 +126,7 @@ def summary(data: StudyData) -> Table:
     made = pd.DataFrame.from_records(records)
     groups = [str(s) for s in base["series"]]
     sources = [str(text).split() for text in base["cells"]]
-    return Table("summary", title, note, columns, rows, made, groups=groups, heads=_heads(base), cells=sources)
+    return Table("summary", title, note, columns, rows, made, groups=groups, heads=heads_of(base), cells=sources)
 
 
 def _short(metric: str, label: str) -> str:
@@ -220,21 +219,21 @@ def attribution(data: StudyData) -> Table:
     frame = frame.merge(data.table[axes].drop_duplicates("workload_key"), on="workload_key", how="left")
     frame["_order"] = frame["part"].map({"engine": 0, "policy": 1, "total": 2})
     frame["_level"] = frame["rate"].fillna(frame["concurrency"])
-    pair = ["model", "workload_key", "kv_memory_mib", "_order", "candidate", "baseline", "load"]
+    pair = ["model", "workload_key", "kv_memory_mib", "_order", "candidate", "baseline", "load", "burstiness"]
     note = ""
     if len(frame[[*pair, "_level"]].drop_duplicates()) > MOST_RATIOS:
-        frame = frame[frame["_level"] == frame.groupby(pair)["_level"].transform("max")]
+        frame = frame[frame["_level"] == frame.groupby(pair, dropna=False)["_level"].transform("max")]
         note = "The highest load of each comparison; the CSV file holds all. "
     firsts = []
     sources: list[list[str]] = []
-    for key, group in frame.groupby([*pair, "_level"], sort=True):
+    for key, group in frame.groupby([*pair, "_level"], sort=True, dropna=False):
         first = group.iloc[0]
         firsts.append(first)
         cells = [
             str(first["part"]),
             f"{names.get(first['candidate'], first['candidate_framework'])} / "
             f"{names.get(first['baseline'], first['baseline_framework'])}",
-            _load(first) + (" †" if first["saturated"] else ""),
+            load_of(first) + (" †" if first["saturated"] else ""),
         ]
         for metric in metrics:
             found = group[group["metric"] == metric]
@@ -262,7 +261,7 @@ def attribution(data: StudyData) -> Table:
         rows,
         data.attribution,
         groups=groups,
-        heads=_heads(pd.DataFrame(firsts)),
+        heads=heads_of(pd.DataFrame(firsts)),
         bold=bold,
         cells=sources,
     )
@@ -335,13 +334,13 @@ def guide(data: StudyData) -> Table:
     frame = frame[(frame["state"] == "ok") & frame["value"].notna() & ~frame["starred"]] if len(frame) else frame
     if frame.empty:
         return Table("guide", title, "", [], [], frame, "no cell of this study gave a valid number")
-    frame = with_series(frame)
+    frame = with_series(frame[frame["level"].notna()])
     columns = [Column("Load", numeric=False)]
     columns += [Column(header, numeric=False, wide=True) for _, header, _ in GUIDE]
     rows: list[list[str]] = []
     firsts, records, sources = [], [], []
-    keys = ["model", "workload_key", "kv_memory_mib", "hardware", "load", "level"]
-    for _, part in frame.groupby(keys, sort=True):
+    keys = ["model", "workload_key", "kv_memory_mib", "hardware", "load", "level", "burstiness"]
+    for _, part in frame.groupby(keys, sort=True, dropna=False):
         if part["series"].nunique() < 2:
             continue
         first = part.iloc[0]
@@ -349,7 +348,7 @@ def guide(data: StudyData) -> Table:
         everyone = part["series"].nunique()
         rows.append(
             [
-                _load(first),
+                load_of(first),
                 *(
                     "no telling apart" if len(names) == everyone > 2 else " ≈ ".join(names) or "–"
                     for names in best.values()
@@ -368,7 +367,7 @@ def guide(data: StudyData) -> Table:
         "≈: the intervals overlap the best one's, so there is no telling them apart (KV at its peak: within 5 %). "
         f"Quality is not in this table. {_reach(measured(data.table))}"
     )
-    heads = _heads(pd.DataFrame(firsts))
+    heads = heads_of(pd.DataFrame(firsts))
     return Table("guide", title, note, columns, rows, pd.DataFrame(records), heads=heads, cells=sources)
 
 
