@@ -9,12 +9,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
-from fabricate import Spec, fabricate
+from fabricate import Spec, config_of, fabricate
 
 from kvstudy.analysis.plan import read_plan
 from kvstudy.analysis.table import read_cell
-from kvstudy.grid.store import Layout, write_json
+from kvstudy.grid.records import Metric, Summary, Verdict
+from kvstudy.grid.store import MEASURES, Layout, write_json
 from kvstudy.tracking import mlflow_sync as tracking
 
 SPECS = [Spec("vllm", 1.0), Spec("full", 1.0), Spec("h2o", 1.0, budget=0.3, outcome="oom")]
@@ -80,6 +82,43 @@ def test_timeline_is_steps_and_keeps_its_peak(client: Any, root: Path, plan_path
 def test_a_failed_cell_is_a_failed_run_with_its_outcome(client: Any, plan_path: Path) -> None:
     run = cells(client)[read_plan(plan_path).cells[2].id]
     assert run.info.status == "FAILED" and run.data.tags["outcome"] == "oom"
+
+
+def test_a_quality_cell_is_a_run_of_its_study(client: Any, root: Path, uri: str) -> None:
+    path = fabricate(root, "scored", [Spec("h2o", budget=0.3)])
+    config = config_of(Spec("h2o", budget=0.3))
+    config = {key: value for key, value in config.items() if key not in ("workload", "load")}
+    config["quality"] = {"name": "made-up", "perplexity": {"contexts": [256, 1024], "items": 8, "continuation": 33}}
+    id_ = "h2o_made-up-0123456789"
+    write_json(path, json.loads(path.read_text()) | {"quality": [{"id": id_, "deployment": "d", "config": config}]})
+    folder = Layout(root).cell(id_)
+    metrics = {
+        f"perplexity@{context}": Metric(value=value, unit="", n=8) for context, value in ((256, 10.5), (1024, 9.5))
+    }
+    summary = Summary(
+        cell=id_, deployment="d", outcome="ok", verdict=Verdict(status="VALID"), metrics=metrics, fingerprint="f",
+        budget={"share": 0.3, "attended": 0.29, "kept": 0.29},
+    )  # fmt: skip
+    write_json(folder / "summary.json", summary.model_dump(mode="json"))
+    same = {"measure": "perplexity", "context": 256, "attended_share": 0.29, "kv_bytes": 3 * 2**20}
+    rows = [same | {"depth": depth, "diff": diff} for depth, diff in ((float("nan"), 0.7), (0.5, 9.0))]
+    rows.append(same | {"measure": "kl", "attended_share": 0.27, "depth": float("nan"), "diff": float("nan")})
+    pd.DataFrame(rows).to_parquet(folder / MEASURES)
+    done = tracking.sync(read_plan(path), root, uri)
+    run, parent = client.get_run(done.runs[id_]), client.get_run(done.parent_run_id)
+    assert run.data.tags["mlflow.parentRunId"] == done.parent_run_id
+    assert {name: run.data.tags[name] for name in ("kind", "quality", "framework", "verdict")} == {
+        "kind": "quality", "quality": "made-up", "framework": "h2o", "verdict": "VALID",
+    }  # fmt: skip
+    assert "workload" not in run.data.tags
+    assert run.data.params["budget_share"] == "0.3" and run.data.params["quality.perplexity.contexts"] == "256,1024"
+    found = run.data.metrics
+    assert (found["perplexity/256"], found["perplexity/1024"], found["perplexity_diff/256"]) == (10.5, 9.5, 0.7)
+    assert found["attended_share/256"] == pytest.approx(0.28) and found["kv_mib/256"] == 3.0
+    assert found["budget/attended"] == 0.29 and found["axis/budget_share"] == 0.3
+    assert parent.data.metrics["cells/scored"] == 1.0 and parent.data.metrics["cells/planned"] == 1.0
+    assert run.info.run_name == "h2o b=0.3 · smollm2-135m-instruct · quality made-up · seed 0"
+    assert {item.path for item in client.list_artifacts(run.info.run_id)} == {"summary.json", MEASURES}
 
 
 def test_again_changes_nothing(client: Any, root: Path, uri: str, plan_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 import pandas as pd
 
 from kvstudy.analysis.plan import Plan
-from kvstudy.analysis.table import read_cell, read_measured, variant_of
+from kvstudy.analysis.table import deployment_axes, read_cell, read_measured
 from kvstudy.grid.records import QUALITY_COLUMNS
 from kvstudy.grid.store import MEASURES, Layout
 
@@ -31,6 +31,8 @@ def build_quality(plan: Plan, results: Path) -> pd.DataFrame:
             continue
         summary, _ = found
         measures = read_measured(path)
+        if measures.empty:  # nothing of it could be scored; its summary says why
+            continue
         axes = _axes(cell.config) | {
             "cell": cell.id,
             "deployment": cell.deployment,
@@ -43,19 +45,9 @@ def build_quality(plan: Plan, results: Path) -> pd.DataFrame:
 
 
 def _axes(config: dict[str, Any]) -> dict[str, Any]:
-    framework, model, budget = config["framework"], config["model"], config["budget"]
-    return {
-        "framework": framework["name"],
-        "implementation": framework.get("implementation", ""),
-        "rule": framework.get("rule", "") or "",
-        "variant": variant_of(framework),
-        "model": model["name"],
-        "weights": "random" if model.get("source") == "random" else "pretrained",
-        "budget": None if budget.get("tokens") is not None else float(budget["share"]),
-        "budget_of": budget.get("of", "prompt"),
-        "quality": config["quality"]["name"],
-        "seed": int(config["seed"]),
-    }
+    axes = deployment_axes(config)
+    budget = axes["budget_share"] if axes["budget_tokens"] is None else None
+    return axes | {"budget": budget, "quality": config["quality"]["name"]}
 
 
 def no_quality() -> pd.DataFrame:

@@ -92,13 +92,10 @@ MISSING = "missing"
 MEASURE_ANEW = "move the cell's folder away and run the study again; only that cell is measured anew"
 
 
-def axes_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The axes of a resolved cell as flat columns; unknown frameworks and loads need no change here."""
-    framework, model, workload = config["framework"], config["model"], config["workload"]
-    load, budget, hardware = config["load"], config.get("budget", {}), config["hardware"]
-    parameters = model.get("parameters")
-    slo: Mapping[str, Any] = load.get("slo") or {}
-    shared: Mapping[str, Any] = workload.get("shared_prefix") or {}
+def deployment_axes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The axes of what a resolved cell or quality cell brings up, and its seed, as flat columns."""
+    framework, model, hardware = config["framework"], config["model"], config["hardware"]
+    budget, parameters = config.get("budget", {}), model.get("parameters")
     return {
         "framework": framework["name"],
         "implementation": framework.get("implementation", ""),
@@ -109,6 +106,24 @@ def axes_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "weights": "random" if model.get("source") == "random" or framework.get("weights") == "dummy" else "pretrained",
         "parameters": float(parameters) if parameters is not None else None,
         "dtype": model.get("dtype", ""),
+        "budget_share": float(budget.get("share", 1.0)),
+        "budget_of": budget.get("of", "prompt"),
+        "budget_tokens": float(budget["tokens"]) if budget.get("tokens") is not None else None,
+        "kv_memory_mib": float(config["kv_memory_mib"]),
+        "hardware": hardware["name"],
+        "device": hardware.get("device", ""),
+        "gpus": float(hardware.get("gpus", 0)),
+        "link_gbps": float(hardware["link_gbps"]) if hardware.get("link_gbps") is not None else None,
+        "seed": int(config["seed"]),
+    }
+
+
+def axes_of(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The axes of a resolved cell as flat columns; unknown frameworks and loads need no change here."""
+    workload, load = config["workload"], config["load"]
+    slo: Mapping[str, Any] = load.get("slo") or {}
+    shared: Mapping[str, Any] = workload.get("shared_prefix") or {}
+    return deployment_axes(config) | {
         "workload": workload["name"],
         "text": workload.get("text", {}).get("kind", ""),
         "prompt_tokens": typical(workload.get("prompt")),
@@ -123,15 +138,6 @@ def axes_of(config: Mapping[str, Any]) -> dict[str, Any]:
         "burstiness": float(load["burstiness"]) if load.get("burstiness") is not None else None,
         "concurrency": _in_flight(load),
         "slo": " ".join(f"{key.removesuffix('_s')}<={value:g}s" for key, value in slo.items() if value is not None),
-        "budget_share": float(budget.get("share", 1.0)),
-        "budget_of": budget.get("of", "prompt"),
-        "budget_tokens": float(budget["tokens"]) if budget.get("tokens") is not None else None,
-        "kv_memory_mib": float(config["kv_memory_mib"]),
-        "hardware": hardware["name"],
-        "device": hardware.get("device", ""),
-        "gpus": float(hardware.get("gpus", 0)),
-        "link_gbps": float(hardware["link_gbps"]) if hardware.get("link_gbps") is not None else None,
-        "seed": int(config["seed"]),
     }
 
 
@@ -149,6 +155,8 @@ def variant_of(framework: Mapping[str, Any]) -> str:
     parts += ["prefix caching"] if framework.get("prefix_caching") else []
     parts += [f"{framework['kv_cache_dtype']} KV"] if framework.get("kv_cache_dtype", "auto") != "auto" else []
     parts += ["host offload"] if framework.get("offload_mib") else []
+    alpha = framework.get("alpha") if framework.get("implementation") == "native" else None
+    parts += [] if alpha is None else ["no threshold" if alpha == "none" else f"alpha {alpha:g}"]
     return ", ".join(parts)
 
 

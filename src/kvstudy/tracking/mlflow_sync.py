@@ -1,4 +1,4 @@
-"""Bring MLflow up to date with the store: an experiment a study, a parent run, and a run a measured cell.
+"""Bring MLflow up to date with the store: an experiment a study, a parent run, and a run a cell, measured or scored.
 
 The files are the truth, MLflow is a copy that may be behind: a cell's run whose `result_sha` tag equals the
 hash of its summary is left alone, another is replaced (params are immutable in MLflow), one whose cell is
@@ -17,6 +17,7 @@ import fcntl
 import hashlib
 import json
 import logging
+import math
 import os
 import re
 import shutil
@@ -36,10 +37,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from kvstudy.analysis.plan import AnalysisError, Plan, PlannedCell, read_plan
-from kvstudy.analysis.table import axes_of, read_cell, read_provenance
+from kvstudy.analysis.table import axes_of, deployment_axes, read_cell, read_provenance
 from kvstudy.grid.records import Summary
 from kvstudy.grid.secrets import redact
-from kvstudy.grid.store import CONFIG, LOG, MEMORY, PROVENANCE, SUMMARY, Layout, write_json
+from kvstudy.grid.store import CONFIG, LOG, MEASURES, MEMORY, PROVENANCE, SUMMARY, Layout, write_json
 
 #: Raised when what is logged of a cell changes, so that runs logged before are replaced.
 FORMAT = 2
@@ -80,9 +81,16 @@ def result_sha(cell_dir: Path, sha: str) -> str:
     return hashlib.sha256(f"{FORMAT}:{cell_dir.name}:{sha}".encode()).hexdigest()
 
 
+def _axes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """A cell's axes; a quality cell has a suite where another has a workload and a load."""
+    if "quality" not in config:
+        return axes_of(config)
+    return deployment_axes(config) | {"quality": config["quality"]["name"]}
+
+
 def params_of(config: Mapping[str, Any]) -> dict[str, str]:
     """Axes under plain names, every other setting under its dotted one; numbers without unit or padding."""
-    flat = {name: value for name, value in axes_of(config).items() if value not in (None, "")}
+    flat = {name: value for name, value in _axes(config).items() if value not in (None, "")}
     for group, value in config.items():
         for name, inner in _flatten(value, group):
             leaf = name.rpartition(".")[2]
@@ -127,15 +135,33 @@ def metrics_of(config: Mapping[str, Any], summary: Summary) -> dict[str, float]:
             found[f"budget/{name}"] = share
     found |= {f"count/{name}": float(value) for name, value in summary.counts.items()}
     found |= {f"visit_s/{name.removesuffix('_s')}": v for name, v in summary.visit.items() if v is not None}
-    for name, value in axes_of(config).items():
+    for name, value in _axes(config).items():
         if isinstance(value, int | float) and not isinstance(value, bool):
             found[f"axis/{name}"] = float(value)
     return found
 
 
 def _grouped(name: str) -> str:
-    family, _, rest = name.partition(".")
+    family, _, rest = name.replace("@", ".", 1).partition(".")  # perplexity@256: after 256 tokens
     return f"{family}/{rest}" if rest else f"{family}/value"
+
+
+def compared_of(cell_dir: Path) -> dict[str, float]:
+    """Of a quality cell, by context: differences from the full cache, share attended, KV held, as in the table."""
+    columns = ["measure", "context", "depth", "diff", "attended_share", "kv_bytes"]
+    try:
+        rows = pq.read_table(cell_dir / MEASURES, columns=columns, use_threads=False).to_pylist()
+    except (OSError, ValueError):
+        return {}
+    every: dict[str, list[float]] = {}
+    for row in rows:
+        if row["depth"] is None or math.isnan(row["depth"]):
+            shown = {f"{row['measure']}_diff": row["diff"], "attended_share": row["attended_share"]}
+            shown["kv_mib"] = row["kv_bytes"] / MIB if row["kv_bytes"] is not None else None
+            for name, value in shown.items():
+                if value is not None and math.isfinite(value):
+                    every.setdefault(f"{name}/{row['context']}", []).append(value)
+    return {name: sum(values) / len(values) for name, values in every.items()}
 
 
 def timeline_of(cell_dir: Path) -> list[tuple[str, float, float]]:
@@ -176,9 +202,9 @@ def _columns(table: pa.Table, *names: str) -> list[list[Any]]:
 
 def tags_of(cell: PlannedCell, summary: Summary) -> dict[str, str]:
     """Tags to filter by; `result_sha` is not among them, it is written when all else is."""
-    axes = axes_of(cell.config)
+    axes = _axes(cell.config)
     tags = {
-        "kind": "cell",
+        "kind": "quality" if "quality" in axes else "cell",
         "cell_id": cell.id,
         "mlflow.note.content": f"Cell `{cell.id}`: its folder in `store/` of the results holds requests and memory.",
         "deployment": cell.deployment,
@@ -190,7 +216,8 @@ def tags_of(cell: PlannedCell, summary: Summary) -> dict[str, str]:
         "framework": axes["framework"],
         "implementation": axes["implementation"],
         "model": axes["model"],
-        "workload": axes["workload"],
+        "workload": axes.get("workload"),
+        "quality": axes.get("quality"),
         "source": summary.source,
         "weights": axes["weights"],
         "fingerprint": summary.fingerprint,
@@ -201,10 +228,12 @@ def tags_of(cell: PlannedCell, summary: Summary) -> dict[str, str]:
 
 
 def run_name(config: Mapping[str, Any]) -> str:
-    """A run's name as a person reads it: framework, budget, model, load, seed."""
-    axes = axes_of(config)
+    """A run's name as a person reads it: framework, budget, model, load or suite, seed."""
+    axes = _axes(config)
     budget = f" b={axes['budget_share']:g}" if axes["budget_share"] < 1 else ""
     budget = f" {axes['variant']}{budget}" if axes["variant"] else budget
+    if "quality" in axes:
+        return f"{axes['framework']}{budget} · {axes['model']} · quality {axes['quality']} · seed {axes['seed']}"
     at = axes["load"]
     if axes["rate"] is not None:
         at = f"{axes['rate']:g}/s" if at == "poisson" else f"{at} {axes['rate']:g}/s"
@@ -339,16 +368,20 @@ def _reconcile(client: Any, plan: Plan, results: Path, uri: str, study_dir: Path
     done.parent_run_id = parent or _new_parent(client, done.experiment_id, plan)
     wanted: set[str] = set()
     tally: dict[str, int] = {"planned": len(plan.cells), "measured": 0, "valid": 0, "failed": 0}
-    for cell in plan.cells:
+    tally |= {"scored": 0} if plan.quality else {}
+    for cell in (*plan.cells, *plan.quality):
         folder = layout.cell(cell.id)
         found = read_cell(folder)
         if found is None:
             continue
         summary, sha = found
         wanted.add(cell.id)
-        tally["measured"] += 1
-        tally["failed"] += summary.outcome != "ok"
-        tally["valid"] += summary.outcome == "ok" and summary.verdict.status == "VALID"
+        if "quality" in cell.config:
+            tally["scored"] += 1
+        else:
+            tally["measured"] += 1
+            tally["failed"] += summary.outcome != "ok"
+            tally["valid"] += summary.outcome == "ok" and summary.verdict.status == "VALID"
         mark = result_sha(folder, sha)
         runs = children.get(cell.id, [])
         if len(runs) == 1 and runs[0][1] == mark:
@@ -412,13 +445,14 @@ def _log_cell(client: Any, done: Outcome, cell: PlannedCell, folder: Path, summa
     tags = {"mlflow.parentRunId": done.parent_run_id, **tags_of(cell, summary)}
     run = client.create_run(done.experiment_id, start_time=start, run_name=run_name(cell.config), tags=tags)
     run_id = str(run.info.run_id)
-    metrics = [Metric(name, value, end, 0) for name, value in metrics_of(cell.config, summary).items()]
+    values = metrics_of(cell.config, summary) | compared_of(folder)
+    metrics = [Metric(name, value, end, 0) for name, value in values.items()]
     points = timeline_of(folder)
     # Steps are milliseconds since the load began, so that timelines of different cells line up.
     steps = [Metric(name, value, start + int(t * 1000), int(t * 1000)) for name, t, value in points]
     metrics += steps[: _MOST_METRICS - len(metrics)]
     params = [Param(name, value[:6000]) for name, value in sorted(params_of(cell.config).items())]
-    _keep(client, run, [folder / name for name in (SUMMARY, CONFIG, PROVENANCE, LOG)])
+    _keep(client, run, [folder / name for name in (SUMMARY, CONFIG, PROVENANCE, LOG, MEASURES)])
     client.set_terminated(run_id, "FINISHED" if summary.outcome == "ok" else "FAILED", end)
     # The mark goes with the last of it, in one call: a call costs more than what it writes.
     client.log_batch(run_id, metrics=metrics, params=params[:_MOST_PARAMS], tags=[RunTag("result_sha", mark)])
@@ -452,6 +486,7 @@ def _log_parent(client: Any, done: Outcome, plan: Plan, tally: Mapping[str, int]
     for name, value in tally.items():
         client.log_metric(done.parent_run_id, f"cells/{name}", float(value))
     progress = f"{tally['measured']} of {tally['planned']} cells measured, {tally['valid']} valid."
+    progress += f" {tally['scored']} of {len(plan.quality)} cells scored for quality." if plan.quality else ""
     note = f"**{plan.question}**\n\n{progress}"
     client.set_tag(done.parent_run_id, "mlflow.note.content", note)
     client.set_experiment_tag(done.experiment_id, "mlflow.note.content", note)
