@@ -80,7 +80,7 @@ def test_what_cannot_be_forked_is_said(engine_of: Make, wanted: dict[str, Any]) 
     skew = wanted["infinigen 0.5"][1]["skew"]
     engine = engine_of(host_kv_memory_bytes=1 << 22)
     branches = Branches(engine, {"s": ("infinigen", {"skew": skew, "rule": "speed"}, Budget(share=0.5))})
-    with branches.read(random_prompt(30)) as read, pytest.raises(NotImplementedError, match="shares the batch"):
+    with branches.read(random_prompt(30)) as read, pytest.raises(NotImplementedError, match="first request decide"):
         branches.fork(read, "s", PARAMS)
     small = Branches(engine_of(kv_memory_bytes=3 * 6 * 16 * 256), {"full": ("full", {}, Budget())})
     with small.read(random_prompt(60)) as read, pytest.raises(RequestTooLarge, match="does not fit"):

@@ -8,6 +8,8 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
+from kvstudy.analysis.plan import read_plan
+from kvstudy.analysis.quality import build_quality
 from kvstudy.cli import main
 from kvstudy.grid.plan import load_plan
 from kvstudy.grid.records import ITEM_COLUMNS
@@ -64,6 +66,21 @@ def test_deployments_that_read_a_prompt_in_different_ways_are_not_scored_on_one_
     visits = load_plan(Layout(tmp_path).plan("tiny")).quality
     read = [{getattr(cell.framework, "prefill", None) for cell in visit.cells} for visit in visits]
     assert sorted(read, key=str) == [{"blocked"}, {"chunked_lossy"}]
+
+
+def test_a_rule_that_couples_requests_is_a_cell_that_says_unsupported(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(checkout)
+    asked = ["study=tiny", "framework=infinigen", "framework.rule=speed", "budget.share=0.5"]
+    assert main(["quality", *asked, "--results", str(tmp_path)]) == 0
+    (visit,) = load_plan(Layout(tmp_path).plan("tiny")).quality
+    (cell,) = visit.cells
+    summary = json.loads((Layout(tmp_path).cell(cell.cell_id) / "summary.json").read_text())
+    why = "infinigen's rule 'speed' lets a batch's first request decide for the others"
+    assert (summary["outcome"], summary["cause"]) == ("unsupported", why)
+    assert why in capfd.readouterr().err
+    assert build_quality(read_plan(Layout(tmp_path).plan("tiny")), tmp_path).empty
 
 
 def test_a_served_path_that_differs_makes_the_cells_invalid() -> None:

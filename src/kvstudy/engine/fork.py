@@ -111,6 +111,8 @@ class Branches:
             The policy cannot begin from a prompt that was read for others; the message says why.
         """
         engine = self.engine
+        if (reason := self.policy(label).unforkable()) is not None:
+            raise NotImplementedError(reason)
         request = engine.new_request(read.prompt, params, label)
         if not engine.scheduler.promise(request):
             raise RequestTooLarge(f"a prompt of {len(read.prompt)} tokens does not fit the pools now, with {label!r}")

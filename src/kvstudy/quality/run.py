@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,7 +106,6 @@ class Scoring:
     model_dir: Path
     text: Text = field(init=False)
     left_out: dict[str, list[str]] = field(default_factory=dict)
-    runs: dict[Part, list[Run]] = field(default_factory=dict)
     checks: dict[str, dict[str, Any]] = field(default_factory=dict)
     reasons: dict[str, list[str]] = field(default_factory=dict)
 
@@ -134,6 +133,23 @@ class Scoring:
         every = parts_of(self.todo[0])
         served = [cell for cell in self.todo if cell.framework.environment is not None]
         scorer = self._scorer(tokenizer, work, [cell for cell in self.todo if cell not in served])
+        if served:
+            self._score_served(served[0], scorer, drawer, work, held)
+        else:
+            for part, items in self._missing(scorer, drawer):
+                for cell_id, rows in _rows(scorer, part, items, self._output(part)).items():
+                    if cell_id != REFERENCE:
+                        write_rows(rows, self.layout.quality_part(cell_id, part.name))
+            self._spot_check(scorer, drawer, work, held)
+        if self.todo[0].quality.tasks is not None:
+            self._score_tasks(work, held)
+            every.append(TASKS)
+        for cell in self.todo:
+            self._finish(cell, every)
+
+    def _missing(self, scorer: Scorer, drawer: Drawer) -> Iterator[tuple[Part, list[Item]]]:
+        """Each part that deployments lack, short contexts first, and its items; `scorer.only` says which they are."""
+        every = parts_of(self.todo[0])
         for number, part in enumerate(every, start=1):
             missing = [c for c in self.todo if self._takes(c, part, scorer) and not self._path(c, part).is_file()]
             if not missing:
@@ -141,23 +157,8 @@ class Scoring:
             say(f"{part.name} ({number}/{len(every)}): {len(missing)} deployments")
             begun = time.monotonic()
             scorer.only = {cell.cell_id for cell in missing}
-            items: list[Item] = getattr(drawer, part.kind)(getattr(self.todo[0].quality, part.kind), part.context)
-            if served:
-                self.runs[part] = _of_reference(scorer, part, items, self._output(part))
-                continue
-            for cell_id, rows in _rows(scorer, part, items, self._output(part)).items():
-                if cell_id != REFERENCE:
-                    write_rows(rows, self.layout.quality_part(cell_id, part.name))
+            yield part, getattr(drawer, part.kind)(getattr(self.todo[0].quality, part.kind), part.context)
             say(f"  {time.monotonic() - begun:.0f} s")
-        if served:
-            self._score_served(served[0], scorer, tokenizer, work, held)
-        else:
-            self._spot_check(scorer, drawer, work, held)
-        if self.todo[0].quality.tasks is not None:
-            self._score_tasks(work, held)
-            every.append(TASKS)
-        for cell in self.todo:
-            self._finish(cell, every)
 
     def _path(self, cell: QualityCell, part: Part) -> Path:
         return self.layout.quality_part(cell.cell_id, part.name)
@@ -170,9 +171,13 @@ class Scoring:
 
     @contextmanager
     def _served(self, cell: QualityCell, work: Path, held: Lease) -> Iterator[Endpoint]:
-        """The deployment, up as it is for a measurement."""
-        environment = environment_folder(cell.deployment, self.layout)
-        server = make_server(cell.deployment, self.model_dir, environment, work, held)
+        """The deployment, up as for a measurement, but on the cores of its client too: nothing is timed."""
+        cores = every_core(cell)
+        deployment = cell.deployment.model_copy(
+            update={"hardware": cell.hardware.model_copy(update={"server_cores": cores})}
+        )
+        environment = environment_folder(deployment, self.layout)
+        server = make_server(deployment, self.model_dir, environment, work, held)
         say(f"bringing up {cell.slug}")
         try:
             server.bring_up(cell.framework.bring_up_s)
@@ -182,17 +187,19 @@ class Scoring:
         finally:
             server.stop()
 
-    def _score_served(self, cell: QualityCell, scorer: Scorer, tokenizer: Any, work: Path, held: Lease) -> None:
+    def _score_served(self, cell: QualityCell, scorer: Scorer, drawer: Drawer, work: Path, held: Lease) -> None:
         """A framework that is not ours, beside our full cache on the same requests."""
-        if not self.runs:
-            return
-        with self._served(cell, work, held) as endpoint:
-            per_token = self.launches[cell.cell_id].kv_bytes_per_token
-            served = ServedScorer(endpoint, lambda token: str(tokenizer.decode([token])), per_token)
-            for part, runs in self.runs.items():
-                say(f"{part.name}: {len(runs)} items through the endpoint")
+        served: ServedScorer | None = None
+        with ExitStack() as up:
+            for part, items in self._missing(scorer, drawer):
+                if served is None:
+                    endpoint = up.enter_context(self._served(cell, work, held))
+                    per_token = self.launches[cell.cell_id].kv_bytes_per_token
+                    served = ServedScorer(endpoint, lambda token: str(drawer.tokenizer.decode([token])), per_token)
+                runs = _of_reference(scorer, part, items, self._output(part))
                 write_rows(served.rows(part.kind, part.context, runs, self._output(part)), self._path(cell, part))
-        if served.off and getattr(cell.framework, "kv_cache_dtype", "auto") == "auto":  # else it is meant to differ
+        as_ours = getattr(cell.framework, "kv_cache_dtype", "auto") == "auto"  # else it is meant to differ
+        if served is not None and served.off and as_ours:
             self._checked([cell], "agrees_with_full", cell.cell_id, served.off)
 
     def _score_tasks(self, work: Path, held: Lease) -> None:
@@ -278,7 +285,7 @@ class Scoring:
             self.launches[cell.cell_id] = launch
             if cell in native:
                 wanted[cell.cell_id] = (config.policy, config.policy_options, config.budget)
-        cores = sorted({*config.cores, *self.todo[0].hardware.client_cores}) if config.cores else None
+        cores = list(every_core(self.todo[0])) or None
         own = config.model_copy(
             update={
                 "policy": "full",
@@ -297,19 +304,26 @@ class Scoring:
         return Scorer(Engine(own, tokenizer), wanted)
 
     def _takes(self, cell: QualityCell, part: Part, scorer: Scorer) -> bool:
-        """Whether the deployment could serve the part's requests in its own KV memory; notes it where not."""
-        launch, tokens = self.launches[cell.cell_id], tokens_of(cell, part)
-        label = cell.cell_id if cell.cell_id in scorer.wanted else REFERENCE
-        need = scorer.branches.policy(label).reserve(part.context, tokens - part.context)
-        host = int(getattr(cell.framework, "host_kv_memory_mib", 0) * (1 << 20))
-        reason = None
-        if tokens > cell.model.max_model_len:
-            reason = f"{part.name}: {tokens} tokens, and the model takes {cell.model.max_model_len}"
-        elif need.device_peak_bytes > launch.kv_bytes or need.host_bytes > host:
-            reason = f"{part.name}: a request of {tokens} tokens does not fit into the deployment's KV memory"
-        if reason is not None and reason not in self.left_out.setdefault(cell.cell_id, []):
-            self.left_out[cell.cell_id].append(reason)
+        """Whether the deployment can be scored on the part; what it cannot be is noted and said once."""
+        reason, noted = self._refused(cell, part, scorer), self.left_out.setdefault(cell.cell_id, [])
+        if reason is not None and reason not in noted:
+            say(f"{cell.cell_slug}: {reason}")
+            noted.append(reason)
         return reason is None
+
+    def _refused(self, cell: QualityCell, part: Part, scorer: Scorer) -> str | None:
+        """Why a part is not scored: a policy that cannot be forked, a context that its KV memory does not hold."""
+        launch, tokens = self.launches[cell.cell_id], tokens_of(cell, part)
+        policy = scorer.branches.policy(cell.cell_id if cell.cell_id in scorer.wanted else REFERENCE)
+        if (reason := policy.unforkable()) is not None:
+            return reason
+        if tokens > cell.model.max_model_len:
+            return f"{part.name}: {tokens} tokens, and the model takes {cell.model.max_model_len}"
+        need = policy.reserve(part.context, tokens - part.context)
+        host = int(getattr(cell.framework, "host_kv_memory_mib", 0) * (1 << 20))
+        if need.device_peak_bytes > launch.kv_bytes or need.host_bytes > host:
+            return f"{part.name}: a request of {tokens} tokens does not fit into the deployment's KV memory"
+        return None
 
     # --- a whole cell ----------------------------------------------------------------------------
 
@@ -360,6 +374,12 @@ class Scoring:
         except FileExistsError:
             say(f"  {cell.cell_slug} was scored by someone else meanwhile: theirs is kept")
         shutil.rmtree(self.layout.quality_part(cell.cell_id, "x").parent, ignore_errors=True)
+
+
+def every_core(cell: QualityCell) -> tuple[int, ...]:
+    """The cores of the cell's server and client together; none are named where it may use any."""
+    hardware = cell.hardware
+    return tuple(sorted({*hardware.server_cores, *hardware.client_cores})) if hardware.server_cores else ()
 
 
 def cell_checks(cells: Sequence[QualityCell]) -> int:

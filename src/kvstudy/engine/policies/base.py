@@ -271,9 +271,14 @@ class Policy(ABC):
         """Add one layer's chunk."""
         raise NotImplementedError(f"{self.name} counts nothing of a prompt")
 
+    def unforkable(self) -> str | None:
+        """Why a request of this policy cannot begin from a prompt that was read for others; None where it can."""
+        has_none = type(self).adopt is Policy.adopt
+        return f"{self.name} cannot begin from a prompt that was read for others" if has_none else None
+
     def adopt(self, request: Request, prompt: Prompt) -> None:
         """Set `request.kv` up as it is after the step of the prompt's last chunk, from what was read for all."""
-        raise NotImplementedError(f"{self.name} cannot begin from a prompt that was read for others")
+        raise NotImplementedError(self.unforkable())
 
     # -- a request's life, a step's frame
     # --------------------------------------------------------------------------
