@@ -95,6 +95,16 @@ def test_the_table_says_what_differs_from_the_full_cache(scored: StudyData) -> N
     assert "H2O" in latex(made)
 
 
+def test_variants_of_a_framework_are_lines_of_their_own(scored: StudyData) -> None:
+    own = scored.quality[scored.quality["framework"] == "h2o"]
+    other = own.assign(variant="no threshold", deployment="another", cell="another")
+    scored.quality = pd.concat([scored.quality, other], ignore_index=True).astype(QUALITY_COLUMNS)
+    labels = [text.get_text() for text in figures.draw("quality_vs_budget", scored).figure.legends[0].get_texts()]
+    assert labels == ["vLLM", "full (ours)", "H2O", "H2O no threshold", "StreamingLLM"]
+    made = tables.TABLES["quality"](scored)
+    assert [row[0] for row in made.rows[2:4]] == ["H2O b=0.3", "H2O no threshold b=0.3"]
+
+
 def test_the_document_has_a_section_only_where_something_was_scored(scored: StudyData, tmp_path: Path) -> None:
     plan = document.read_plan(scored.results / "plan" / "s" / "plan.json")
     with_it = document.payload(scored, plan, tmp_path / "f")

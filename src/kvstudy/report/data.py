@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -104,27 +105,33 @@ def memory_bytes(frame: pd.DataFrame, kind: str, tier: str) -> pd.Series:
     return frame[found].max(axis=1)
 
 
+def told_apart(frame: pd.DataFrame, columns: Sequence[str] = ("variant", "implementation", "rule")) -> list[str]:
+    """Each row's framework, with what of `columns` tells two of a framework's rows apart."""
+    said = frame[list(columns)].astype("string").fillna("")
+    several = {
+        column: {name for name, part in said.groupby(frame["framework"]) if part[column].nunique() > 1}
+        for column in columns
+    }
+    # How a fork is served is always said: its scheduling is not its policy.
+    return [
+        " ".join(
+            [words.framework(str(name))]
+            + [str(row[c]) for c in columns if row[c] and (name in several[c] or row[c] == "batch server")]
+        )
+        for name, row in zip(frame["framework"], said.to_dict("records"), strict=True)
+    ]
+
+
 def with_series(frame: pd.DataFrame) -> pd.DataFrame:
     """Add `series`, the label of a line: the framework and whatever else tells two of its lines apart."""
     frame = frame.copy()
-    several = {
-        column: {
-            name for name, part in frame.groupby("framework") if part[column].astype("string").fillna("").nunique() > 1
-        }
-        for column in ("variant", "implementation", "rule", "scheduler")
-    }
     # A framework with budgets says of the whole cache, too, which it is.
     budgeted = set(frame.loc[(frame["budget_share"] < 1) | (frame["budget_of"] == "tokens"), "framework"])
     labels = []
-    columns = [*several, "framework", "budget_share", "budget_of", "budget_tokens"]
-    for row in frame[columns].to_dict("records"):
-        parts = [words.framework(str(row["framework"]))]
-        # How a fork is served is always said: its scheduling is not its policy.
-        parts += [
-            str(row[name])
-            for name, of in several.items()
-            if row[name] and (row["framework"] in of or row[name] == "batch server")
-        ]
+    columns = ["framework", "budget_share", "budget_of", "budget_tokens"]
+    names = told_apart(frame, ("variant", "implementation", "rule", "scheduler"))
+    for name, row in zip(names, frame[columns].to_dict("records"), strict=True):
+        parts = [name]
         if row["budget_of"] == "tokens" and pd.notna(row["budget_tokens"]):
             parts.append(f"{words.plain(row['budget_tokens'])} entries")
         elif row["framework"] in budgeted:

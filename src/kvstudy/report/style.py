@@ -53,6 +53,9 @@ _LOOKS = {
 }
 _SPARE = (Look("#9467BD", "*"), Look("#8C564B", "p"), Look("#B5A700", "<"))
 
+#: Markers of a framework's further lines, where its points carry no line that could be dashed.
+_VARIANTS = ("p", "*", "<", ">")
+
 #: Dash patterns of the variants of one framework (its budgets, rules, implementations).
 DASHES: tuple[Any, ...] = ("-", (0, (4, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.2, 1.2, 1.2)), (0, (7, 2)))
 
@@ -62,6 +65,11 @@ def look(framework: str) -> Look:
     if framework in _LOOKS:
         return _LOOKS[framework]
     return _SPARE[sum(framework.encode()) % len(_SPARE)]
+
+
+def marker(framework: str, variant: int) -> str:
+    """The marker of a framework's n-th line in a figure; its first has the framework's own."""
+    return look(framework).marker if variant == 0 else _VARIANTS[(variant - 1) % len(_VARIANTS)]
 
 
 def rank(framework: str) -> tuple[int, str]:

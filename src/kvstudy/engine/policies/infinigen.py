@@ -15,16 +15,17 @@ whole-sequence simulation, see `infinigen_rules.WholeSequenceRule`. For models w
 queries and keys, as the authors' Llama code does.
 
 Budget. Of the k entries that a step may attend to (k = b x prompt, b x current, or absolute) one is the new token: at
-most k - 1 are fetched, fewer where fewer are within alpha. b = 1 is the full cache, on the device. `max_num_kv` is the
-speed code's own cap.
+most k - 1 are fetched, fewer where fewer are within alpha (never, with `alpha: none`). b = 1 is the full cache, on the
+device. `max_num_kv` is the speed code's own cap.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -54,8 +55,9 @@ class InfiniGenOptions(BaseOptions):
     rule: Literal["request", "speed", "paper"] = "request"
     skew: Path | Literal["none"] | None = None
     """What `python -m kvstudy.engine.skew` wrote for this model; "none" does without skewing (the paper's ablation)."""
-    alpha: float | None = Field(None, ge=0)
-    """In logits; None takes the authors' values: 4 for OPT, 5 (Llama-2) for models with RoPE."""
+    alpha: Annotated[float, Field(ge=0)] | Literal["none"] | None = None
+    """In logits; None takes the authors' values: 4 for OPT, 5 (Llama-2) for models with RoPE. "none": no threshold, a
+    step fetches all that its budget allows."""
     partial_ratio: float | None = Field(None, gt=0, le=1)
     """Share of a head's columns; None takes 0.2 (the authors' scripts), and 0.3 with rule `paper`."""
     max_num_kv: int | None = Field(None, ge=1)
@@ -212,7 +214,7 @@ class InfiniGen(Policy):
         self.sparse = 0 if self.off else g.layers - WHOLE_LAYERS
         self.width = max(1, int(g.head_dim * options.ratio))
         self.limited = options.pool_capacity < 1 and not self.off
-        self.alpha = options.alpha if options.alpha is not None else 5.0 if self._has_rope() else 4.0
+        self.alpha = self._alpha()
         if not self.off:
             heads = g.kv_heads * context.shard.size
             skew = load_skew(options.skew, context.model_dir, g.layers, heads, g.head_dim)
@@ -229,6 +231,12 @@ class InfiniGen(Policy):
         head_dim])."""
         self.watch: Callable[[Fetched], None] | None = None
         """None, or a test's: sees what each layer fetches."""
+
+    def _alpha(self) -> float:
+        asked = self.options.alpha
+        if asked is None:
+            return 5.0 if self._has_rope() else 4.0
+        return math.inf if asked == "none" else asked
 
     def _has_rope(self) -> bool:
         g = self.geometry
@@ -418,9 +426,11 @@ class InfiniGen(Policy):
         if (at := seen.layer - WHOLE_LAYERS) >= 0:
             into[at] += self._magnitudes(at, seen.q, seen.k)
 
+    def unforkable(self) -> str | None:
+        coupled = self.options.rule == "speed" and not self.off
+        return "infinigen's rule 'speed' lets a batch's first request decide for the others" if coupled else None
+
     def adopt(self, request: Request, prompt: Prompt) -> None:
-        if self.options.rule == "speed":
-            raise NotImplementedError("infinigen's rule 'speed' depends on who shares the batch")
         self.open(request)
         state: State = request.kv
         state.near.copy_from(prompt.table, slice(0, len(state.near.lengths)))

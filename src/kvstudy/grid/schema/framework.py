@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from kvstudy.grid.schema.base import Strict
+from kvstudy.grid.schema.base import Strict, number
 
 
 class Budget(Strict):
@@ -200,18 +200,26 @@ class H2O(_Native):
 class InfiniGen(_Native):
     """The cache on the host tier, what a step needs fetched ahead by speculation (InfiniGen, arXiv 2406.19707).
 
-    `alpha` is in logits, `partial_ratio` the share of a head's columns that speculation reads, `pool_capacity` the
-    share of entries that the host pool holds. The budget caps what is fetched. See docs/fidelity.md.
+    `alpha` is in logits (`none`: no threshold, a step fetches its whole budget), `partial_ratio` the share of a head's
+    columns that speculation reads, `pool_capacity` the share of entries that the host pool holds. The budget caps what
+    is fetched. See docs/fidelity.md.
     """
 
     name: Literal["infinigen"] = "infinigen"
     title: str = Field(default="InfiniGen (ours)")
     rule: Literal["request", "speed", "paper"] = "request"
-    alpha: float | None = Field(default=None, ge=0.0)  # None: the authors' 4 for OPT, 5 for models with RoPE
+    # None: the authors' 4 for OPT, 5 for models with RoPE
+    alpha: Annotated[float, Field(ge=0.0)] | Literal["none"] | None = None
     partial_ratio: float | None = Field(default=None, gt=0.0, le=1.0)
     pool_capacity: float = Field(default=1.0, gt=0.0, le=1.0)
     pool_rule: Literal["fifo", "lru", "counter"] = "counter"
     host_kv_memory_mib: PositiveFloat = 4096.0
+
+    @property
+    def label(self) -> str:
+        """As other native frameworks', with an alpha that is not the authors': infinigen-alpha-none."""
+        asked = number(self.alpha) if isinstance(self.alpha, float) else self.alpha
+        return super().label + (f"-alpha-{asked}" if asked is not None else "")
 
     @property
     def skewed(self) -> bool:

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from kvstudy.report import style, words
-from kvstudy.report.data import StudyData
+from kvstudy.report.data import StudyData, told_apart
 from kvstudy.report.figures.captions import joined
 from kvstudy.report.figures.drawing import empty, errors, grid, legend, line_handle
 from kvstudy.report.figures.registry import Drawn, figure
@@ -26,13 +26,24 @@ DRAWN = {
     "length_drift": "longer answers (tokens)",
 }
 NONE = "this study scored no quality of pretrained weights"
-KEYS = ["framework", "rule", "implementation", "budget", "budget_of", "deployment"]
+KEYS = ["line", "framework", "budget", "budget_of", "deployment"]
 
 
 def scored(data: StudyData) -> pd.DataFrame:
-    """Rows over all depths that may be shown: valid, pretrained weights (random ones have no quality)."""
+    """Rows that may be shown, valid and of pretrained weights (random ones have no quality), by `line`."""
     frame = data.quality
-    return frame[(frame["verdict"] == "VALID") & (frame["weights"] == "pretrained")]
+    frame = frame[(frame["verdict"] == "VALID") & (frame["weights"] == "pretrained")]
+    return frame.assign(line=told_apart(frame))
+
+
+def _order(frame: pd.DataFrame) -> list[tuple[str, str, int]]:
+    """Lines of a frame in the order of a legend: name, framework, and its number among the framework's."""
+    found: list[tuple[str, str, int]] = []
+    pairs = frame[["line", "framework"]].drop_duplicates().itertuples(index=False)
+    for line, framework in sorted(pairs, key=lambda pair: (style.rank(str(pair[1])), str(pair[0]))):
+        number = sum(of == framework for _, of, _ in found)
+        found.append((str(line), str(framework), number))
+    return found
 
 
 def _at_longest(frame: pd.DataFrame, measure: str) -> pd.DataFrame:
@@ -65,20 +76,20 @@ def quality_vs_budget(data: StudyData) -> Drawn:
     parts = _shown(frame)
     if not parts:
         return empty(NONE)
+    order = _order(frame)
     drawing, rows = plt.subplots(2, len(parts), figsize=(style.PAGE, 4.3), squeeze=False, sharey="col")
     for column, (measure, part) in enumerate(parts.items()):
         for row, (x, label) in enumerate(
             (("attended_share", "share of KV attended"), ("kv_bytes", "KV held, both tiers (MiB)"))
         ):
             axes = rows[row][column]
-            _lines(axes, part, x, 1.0 if x == "attended_share" else 1.0 / MIB)
+            _lines(axes, part, order, x, 1.0 if x == "attended_share" else 1.0 / MIB)
             axes.set_xlabel(label)
-            axes.set_ylabel(DRAWN[measure] if row in (0, 1) else "")
+            axes.set_ylabel(DRAWN[measure])
             if measure == "perplexity" and part["value"].max() > 4 * part["value"].min():
                 _plain_log(axes.set_yscale, axes.yaxis, part["value"])
         rows[0][column].set_title(f"context {int(part['context'].iloc[0]):,}", loc="left")
-    names = sorted(set(frame["framework"]), key=lambda name: style.rank(str(name)))
-    legend(drawing, [line_handle(words.framework(str(name)), str(name), 0) for name in names], True)
+    legend(drawing, [_handle(*line) for line in order], True)
     caption = joined(
         "Quality against the share of KV entries that a decode step attends to (above) and the KV bytes held of a "
         "request once its prompt has ended, device and host together (below), both measured",
@@ -91,11 +102,17 @@ def quality_vs_budget(data: StudyData) -> Drawn:
     return Drawn(drawing, caption, True)
 
 
-def _lines(axes: Axes, part: pd.DataFrame, x: str, factor: float) -> None:
-    for name in sorted(set(part["framework"]), key=lambda name: style.rank(str(name))):
-        look = style.look(str(name))
+def _handle(line: str, framework: str, variant: int) -> Line2D:
+    handle = line_handle(line, framework, variant)
+    handle.set_marker(style.marker(framework, variant))
+    return handle
+
+
+def _lines(axes: Axes, part: pd.DataFrame, order: Sequence[tuple[str, str, int]], x: str, factor: float) -> None:
+    for line, name, variant in order:
+        look = style.look(name)
         mine = (
-            part[part["framework"] == name]
+            part[part["line"] == line]
             .groupby(KEYS, dropna=False, as_index=False)[["value", "low", "high", x]]
             .mean(numeric_only=True)
         )
@@ -107,7 +124,8 @@ def _lines(axes: Axes, part: pd.DataFrame, x: str, factor: float) -> None:
             mine["value"],
             yerr=errors(mine, 1.0),
             color=look.colour,
-            marker=look.marker,
+            marker=style.marker(name, variant),
+            linestyle=style.DASHES[variant % len(style.DASHES)],
             markersize=3.4,
             linewidth=0.9,
             elinewidth=0.5,
@@ -151,6 +169,8 @@ def pareto(data: StudyData) -> Drawn:
     points = points.dropna(subset=["tpot"]).reset_index(drop=True)
     if points.empty:
         return empty("no deployment of this study has both a valid TPOT and a valid perplexity")
+    order = _order(points)
+    marks = {line: style.marker(framework, variant) for line, framework, variant in order}
     points["best"] = _undominated(points[["value", "kv_bytes", "tpot"]].to_numpy(dtype=float))
     drawing, (left, right) = plt.subplots(1, 2, figsize=(style.PAGE, 2.9), sharey=True)
     for axes, x, factor, label in (
@@ -164,7 +184,7 @@ def pareto(data: StudyData) -> Drawn:
             axes.plot(
                 [at],
                 [value],
-                marker=look.marker,
+                marker=marks[str(row["line"])],
                 linestyle="",
                 color=look.colour,
                 markerfacecolor=look.colour if best else "white",
@@ -178,8 +198,7 @@ def pareto(data: StudyData) -> Drawn:
     left.set_ylabel("perplexity")
     if points["value"].max() > 4 * points["value"].min():
         _plain_log(left.set_yscale, left.yaxis, points["value"])
-    names = sorted(set(points["framework"]), key=lambda name: style.rank(str(name)))
-    handles = [line_handle(words.framework(str(name)), str(name), 0) for name in names]
+    handles = [_handle(*line) for line in order]
     for handle in handles:
         handle.set_linestyle("")
     handles.append(
@@ -238,12 +257,12 @@ def retention_map(data: StudyData) -> Drawn:
 
 
 def _panels(frame: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
-    """The full cache, and of each other framework the budget nearest to 0.2."""
+    """The full cache, and of each other line the budget nearest to 0.2."""
     lines = []
-    for name in sorted(set(frame["framework"]), key=lambda name: style.rank(str(name))):
-        mine = frame[frame["framework"] == name]
+    for line, _, _ in _order(frame):
+        mine = frame[frame["line"] == line]
         budgets = mine["budget"].fillna(0.0)
         nearest = min(set(budgets), key=lambda share: abs(share - 0.2))
-        title = words.framework(str(name)) + (f" b={words.plain(nearest)}" if nearest < 1 else "")
+        title = line + (f" b={words.plain(nearest)}" if nearest < 1 else "")
         lines.append((title, mine[budgets == nearest]))
     return lines

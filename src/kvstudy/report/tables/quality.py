@@ -5,7 +5,7 @@ from __future__ import annotations
 import pandas as pd
 
 from kvstudy.report import style, words
-from kvstudy.report.data import StudyData
+from kvstudy.report.data import StudyData, told_apart
 from kvstudy.report.latex import Column, Table
 from kvstudy.report.tables.registry import table
 from kvstudy.report.words import MIB
@@ -36,10 +36,11 @@ def quality(data: StudyData) -> Table:
     rows: list[list[str]] = []
     groups: list[str] = []
     bold: set[tuple[int, int]] = set()
-    ordered = frame.assign(_rank=[style.rank(str(name))[0] for name in frame["framework"]], _budget=-frame["budget"])
-    for key, part in ordered.groupby(["context", "_rank", "_budget", "deployment"], sort=True, dropna=False):
+    ranks = [style.rank(str(name))[0] for name in frame["framework"]]
+    ordered = frame.assign(_rank=ranks, _line=told_apart(frame), _budget=-frame["budget"])
+    for key, part in ordered.groupby(["context", "_rank", "_line", "_budget", "deployment"], sort=True, dropna=False):
         first = part.iloc[0]
-        row = [_label(first, frame), f"{int(first['context']):,}", words.number(float(part["attended_share"].mean()))]
+        row = [_label(first), f"{int(first['context']):,}", words.number(float(part["attended_share"].mean()))]
         row.append(words.number(float(part["kv_bytes"].mean()) / MIB))
         for name in names:
             found = part[part["measure"] == name]
@@ -61,11 +62,9 @@ def _tasks(frame: pd.DataFrame) -> list[str]:
     return sorted({str(name) for name in frame["measure"] if str(name).startswith("accuracy")})
 
 
-def _label(row: pd.Series, frame: pd.DataFrame) -> str:
-    label = words.framework(str(row["framework"]))
-    if frame.loc[frame["framework"] == row["framework"], "rule"].nunique() > 1:
-        label += f" {row['rule']}"
-    return label + (f" b={words.plain(row['budget'])}" if pd.notna(row["budget"]) and row["budget"] < 1 else "")
+def _label(row: pd.Series) -> str:
+    budget = row["budget"]
+    return str(row["_line"]) + (f" b={words.plain(budget)}" if pd.notna(budget) and budget < 1 else "")
 
 
 def _spans_zero(row: pd.Series) -> bool:
