@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import uvicorn
-import yaml
 from transformers import AutoModelForCausalLM
 
 from kvstudy.engine.api import create_app
@@ -22,18 +21,6 @@ from kvstudy.engine.runner import Runner
 from kvstudy.grid.schema import Tasks
 from kvstudy.quality import tasks
 from kvstudy.quality.score import Row
-
-TASKS = Path(__file__).parent / "tasks"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The task with the absolute path of its data, as lm-eval wants it."""
-    made = tmp_path_factory.mktemp("tasks")
-    task = yaml.safe_load((TASKS / "colours.yaml").read_text())
-    task["dataset_kwargs"]["data_files"]["test"] = str(TASKS / "colours.jsonl")
-    (made / "colours.yaml").write_text(yaml.safe_dump(task))
-    return made
 
 
 @pytest.fixture
@@ -64,7 +51,7 @@ class Asking:
 
 def test_lm_eval_scores_continuations_under_each_policy(
     url: str,
-    folder: Path,
+    colours: Tasks,
     llama_dir: Path,
     tokenizer: Any,
     tmp_path: Path,
@@ -73,12 +60,11 @@ def test_lm_eval_scores_continuations_under_each_policy(
 ) -> None:
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    asked = Tasks(names=("kvstudy_colours",), version="0.4.13", include_path=str(folder))
     found: dict[str, list[Any]] = {}
     for policy in ("full", "h2o"):
         lm = tasks.completions_model(url, "tiny", tmp_path / "tokenizer", 2048)
         Asking(lm, policy)
-        found[policy] = tasks.evaluate(lm, asked, Path("/"), 0)["kvstudy_colours"]
+        found[policy] = tasks.evaluate(lm, colours, Path("/"), 0)["kvstudy_colours"]
     assert len(found["full"]) == len(found["h2o"]) == 8
     model = AutoModelForCausalLM.from_pretrained(llama_dir, dtype=torch.float32).eval()
     with_h2o = engine_of(policy="h2o", budget={"share": 0.3})
