@@ -155,6 +155,23 @@ def test_a_percentile_needs_samples() -> None:
     assert st.supports(0.99, 1000) and not st.supports(0.99, 999)
 
 
+def test_the_difference_of_paired_shares_is_covered_and_stays_within_one() -> None:
+    random = np.random.default_rng(0)
+    covered, widths = 0, []
+    for _ in range(400):
+        # Twelve facts that differ in how easily they are recalled, asked five times each under two caches.
+        ease = random.uniform(0.3, 1.0, 12)
+        ones, others = (random.binomial(5, ease * kept) / 5 for kept in (1.0, 0.5))
+        low, high = st.paired_shares(ones, others)
+        assert low is not None and high is not None and -1.0 <= low <= high <= 1.0
+        covered += low <= 0.65 - 0.325 <= high
+        widths.append(high - low)
+    assert covered >= 0.95 * 400 and np.mean(widths) < 0.7
+    low, high = st.paired_shares(np.ones(8), np.zeros(8))
+    assert low is not None and 0.5 < low < 0.8 and high == 1.0
+    assert st.paired_shares(np.array([]), np.array([])) == (None, None)
+
+
 def test_wilson() -> None:
     low, high = st.wilson(8, 10)
     assert low == pytest.approx(0.4902, abs=1e-3) and high == pytest.approx(0.9433, abs=1e-3)

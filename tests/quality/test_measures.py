@@ -60,6 +60,8 @@ def test_retention_by_depth_and_over_all_of_them() -> None:
     assert (end["value"], end["diff"]) == (0.25, -0.25)
     assert (both["value"], both["n"]) == (0.375, 8)
     assert 0.0 < start["low"] < 0.5 < start["high"] < 1.0
+    assert 0.0 < both["low"] < 0.375 < both["high"] < 1.0
+    assert -1.0 < both["diff_low"] < both["diff"] == -0.375 < both["diff_high"] < 0.5
 
 
 def test_what_is_itself_a_comparison_has_no_reference() -> None:

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pandas as pd
 
-from kvstudy.statistics import mean_interval, wilson
+from kvstudy.statistics import mean_interval, paired_shares, wilson
 
-#: Measures that are a yes or no of each item.
-SHARES = ("retention", "retention_strict")
+#: Measures that are a yes or no of each item, by how their names begin.
+SHARES = ("retention", "accuracy:")
 
 
 def summarise(items: pd.DataFrame) -> pd.DataFrame:
@@ -41,7 +41,7 @@ def _measured(measure: str, context: int, depth: float, group: pd.DataFrame) -> 
         "measure": measure,
         "context": context,
         "depth": depth,
-        "n": len(group) if measure in SHARES else len(value),
+        "n": len(group) if measure.startswith(SHARES) else len(value),
         "kept_share": float(group["kept"].mean()),
         "attended_share": float(group["attended"].mean()),
         "kv_device_bytes": float(group["kv_device_bytes"].mean()),
@@ -49,12 +49,14 @@ def _measured(measure: str, context: int, depth: float, group: pd.DataFrame) -> 
     }
     row["kv_bytes"] = row["kv_device_bytes"] + row["kv_host_bytes"]
     mean, (low, high) = _mean(value)
-    if measure in SHARES and len(group) == len(value):
-        low, high = wilson(round(float(value.sum())), len(value))
-    yield row | {"value": mean, "low": low, "high": high} | _difference(value, reference)
+    moved = _difference(value, reference)
+    if measure.startswith(SHARES):
+        low, high = wilson(float(value.sum()), len(value))
+        if not np.isnan(reference).any():
+            moved["diff_low"], moved["diff_high"] = paired_shares(value, reference)
+    yield row | {"value": mean, "low": low, "high": high} | moved
     if measure == "nll":
         full = float(np.exp(reference.mean()))
-        moved = _difference(value, reference)
         yield row | {
             "measure": "perplexity",
             "value": math.exp(mean),
