@@ -9,7 +9,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
 from kvstudy.report import style, words
 from kvstudy.report.data import StudyData, told_apart
@@ -25,6 +25,9 @@ DRAWN = {
     "retention_strict": "fact recalled (share)",
     "length_drift": "longer answers (tokens)",
 }
+#: Perplexities beyond so many times the least are not drawn.
+CUT = 12.0
+CUT_TEXT = f"Perplexities beyond {CUT:g} times the least are above the panel"
 NONE = "this study scored no quality of pretrained weights"
 KEYS = ["line", "framework", "budget", "budget_of", "deployment"]
 
@@ -86,8 +89,10 @@ def quality_vs_budget(data: StudyData) -> Drawn:
             _lines(axes, part, order, x, 1.0 if x == "attended_share" else 1.0 / MIB)
             axes.set_xlabel(label)
             axes.set_ylabel(DRAWN[measure])
-            if measure == "perplexity" and part["value"].max() > 4 * part["value"].min():
-                _plain_log(axes.set_yscale, axes.yaxis, part["value"])
+            if measure == "perplexity":
+                _perplexities(axes, part["value"])
+            elif measure == "kl" and (part["value"] > 0).any():
+                _plain_log(axes)
         rows[0][column].set_title(f"context {int(part['context'].iloc[0]):,}", loc="left")
     legend(drawing, [_handle(*line) for line in order], True)
     caption = joined(
@@ -95,6 +100,7 @@ def quality_vs_budget(data: StudyData) -> Drawn:
         "request once its prompt has ended, device and host together (below), both measured",
         "Each deployment scored the same items, decoded token by token under its policy after the context was "
         "prefilled and compressed",
+        CUT_TEXT,
         "Recall is shown at the longest context at which the full cache recalls at least half",
         "Bars: 95 % intervals over items; the difference from the full cache, item by item, is in the table",
         _texts(frame),
@@ -138,9 +144,19 @@ def _lines(axes: Axes, part: pd.DataFrame, order: Sequence[tuple[str, str, int]]
         axes.xaxis.set_major_locator(FixedLocator([0.02, 0.05, 0.1, 0.2, 0.5, 1.0]))
 
 
-def _plain_log(set_scale: object, axis: object, values: Sequence[float] | pd.Series) -> None:
-    set_scale("log")  # type: ignore[operator]
-    axis.set_major_formatter(FuncFormatter(lambda value, _: words.plain(value)))  # type: ignore[attr-defined]
+def _perplexities(axes: Axes, values: pd.Series) -> None:
+    """A log axis where they span much, cut where the text is lost: what is above would squeeze what is to be read."""
+    least, most = float(values.min()), float(values.max())
+    if most > 4 * least:
+        _plain_log(axes)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.set_ylim(0.8 * least, min(1.25 * most, CUT * least))
+
+
+def _plain_log(axes: Axes) -> None:
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: words.plain(value)))
+    axes.yaxis.set_minor_locator(NullLocator())
 
 
 def _texts(frame: pd.DataFrame) -> str:
@@ -191,13 +207,12 @@ def pareto(data: StudyData) -> Drawn:
                 alpha=1.0 if best else 0.45,
                 zorder=5 if best else 3,
             )
-            if best and budget < 1:
+            if best and budget < 1 and value < CUT * float(points["value"].min()):
                 near = {"xytext": (3, 3), "textcoords": "offset points", "fontsize": 5.5}
                 axes.annotate(words.plain(budget), (at, value), **near)
         axes.set_xlabel(label)
     left.set_ylabel("perplexity")
-    if points["value"].max() > 4 * points["value"].min():
-        _plain_log(left.set_yscale, left.yaxis, points["value"])
+    _perplexities(left, points["value"])
     handles = [_handle(*line) for line in order]
     for handle in handles:
         handle.set_linestyle("")
@@ -210,6 +225,7 @@ def pareto(data: StudyData) -> Drawn:
         "bytes held of a request and the median time per output token under the study's lightest load",
         "Filled: no other deployment is at least as good in quality, KV bytes and TPOT and better in one (the Pareto "
         "front of all three); numbers are nominal budgets. Values are compared as measured, without their intervals",
+        CUT_TEXT,
         _texts(frame),
     )
     return Drawn(drawing, caption, True)
@@ -250,7 +266,7 @@ def retention_map(data: StudyData) -> Drawn:
         "Share of facts that the answer contains (the paper's substring test) by the length of the conversation and "
         f"where in it the fact was told; n = {int(counts.min())} facts a field. The full cache's map is the ceiling: "
         "what it does not recall, no policy can be blamed for",
-        "Of each framework the budget nearest to 0.2 is shown" if len(lines) > 1 else "",
+        "Of each policy the budget nearest to 0.2 is shown" if len(lines) > 1 else "",
         _texts(frame),
     )
     return Drawn(drawing, caption, wide)
