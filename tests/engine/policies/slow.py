@@ -198,7 +198,10 @@ class SlowInfiniGen(Slow):
             turn = self.skew[following, kv_head][:, columns]
             keys = self.k[following][kv_head] @ turn
             mine = q[kv_head * self.group : (kv_head + 1) * self.group] @ turn
-            scores.append([max(float(one @ key) * self.model.scale for one in mine) for key in keys])
+            own = [[float(one @ key) * self.model.scale for key in keys] for one in mine]
+            # Each query head counts from what it likes best: logits of two heads have no common zero. The first head's
+            # favourite goes before the second's.
+            scores.append([max(s[t] - max(s) - n * 2**-20 for n, s in enumerate(own)) for t in range(len(keys))])
         counts = [sum(s > max(head) - self.alpha for s in head) for head in scores]
         number = min(sum(counts) // len(counts), self.cap(at))
         self.guess[following] = [sorted(range(len(head)), key=lambda t, h=head: -h[t])[:number] for head in scores]

@@ -9,12 +9,28 @@ static inline float f32_of_f32(float x) { return x; }
 
 enum { BLOCK = 64, MOST_GROUP = 4 };
 
-// scores[r][h][j] = max over the group's queries of q . partial[r][h][:, j], for j < held[r]. partial[r] points to one
-// layer's [heads][columns][room[r]]. Queries go by G at a time, so that a partial key is converted once for all of them;
-// sums are in the order of the columns.
+// Of a group's scores own[group][n] each place's greatest, of several queries each taken from its own greatest score and
+// a little less for each query, so that what they like best is not tied.
+static const float APART = 1.0f / (1 << 20);
+static void best_of_group(const float *own, long group, long n, float *out) {
+    if (group == 1) { memcpy(out, own, sizeof(float) * n); return; }
+    for (long g = 0; g < group; g++) {
+        const float *mine = own + g * n;
+        float greatest = mine[0];
+        for (long j = 1; j < n; j++) greatest = mine[j] > greatest ? mine[j] : greatest;
+        for (long j = 0; j < n; j++) {
+            const float below = mine[j] - greatest - g * APART;
+            out[j] = !g || below > out[j] ? below : out[j];
+        }
+    }
+}
+
+// scores[r][h][j] for j < held[r]: the group's best (above) of q . partial[r][h][:, j]. partial[r] points to one layer's
+// [heads][columns][room[r]]. Queries go by G at a time, so that a partial key is converted once for all of them; sums are
+// in the order of the columns. Returns -1 where there is no memory.
 #define SCORES(SUFFIX, T) \
     static inline __attribute__((always_inline)) void block_##SUFFIX( \
-        const float *q, const T *keys, long columns, long room, long n, float *out, int fresh, const int G) { \
+        const float *q, const T *keys, long columns, long room, long n, float *own, long line_floats, const int G) { \
         float sum[MOST_GROUP][BLOCK] = {{0}}; \
         for (long c = 0; c < columns; c++) { \
             float key[BLOCK]; \
@@ -26,30 +42,38 @@ enum { BLOCK = 64, MOST_GROUP = 4 };
                 for (int j = 0; j < BLOCK; j++) sum[g][j] += weight * key[j]; \
             } \
         } \
-        for (int g = 1; g < G; g++) \
-            for (int j = 0; j < BLOCK; j++) sum[0][j] = sum[g][j] > sum[0][j] ? sum[g][j] : sum[0][j]; \
-        for (long j = 0; j < n; j++) out[j] = fresh || sum[0][j] > out[j] ? sum[0][j] : out[j]; \
+        for (int g = 0; g < G; g++) memcpy(own + g * line_floats, sum[g], sizeof(float) * n); \
     } \
-    void ig_scores_##SUFFIX(const float *q, const int64_t *partial, const int64_t *held, const int64_t *room, long rows, \
-                            long heads, long group, long columns, float *scores, long width, int threads) { \
-        _Pragma("omp parallel for collapse(2) schedule(dynamic, 1) num_threads(threads)") \
-        for (long r = 0; r < rows; r++) \
-            for (long h = 0; h < heads; h++) { \
-                const T *keys = (const T *)partial[r] + h * columns * room[r]; \
-                float *out = scores + (r * heads + h) * width; \
-                for (long first = 0; first < held[r]; first += BLOCK) { \
-                    const long n = held[r] - first < BLOCK ? held[r] - first : BLOCK; \
-                    for (long g = 0; g < group; g += MOST_GROUP) { \
-                        const float *mine = q + ((r * heads + h) * group + g) * columns; \
-                        switch (group - g) { \
-                            case 1: block_##SUFFIX(mine, keys + first, columns, room[r], n, out + first, !g, 1); break; \
-                            case 2: block_##SUFFIX(mine, keys + first, columns, room[r], n, out + first, !g, 2); break; \
-                            case 3: block_##SUFFIX(mine, keys + first, columns, room[r], n, out + first, !g, 3); break; \
-                            default: block_##SUFFIX(mine, keys + first, columns, room[r], n, out + first, !g, 4); \
+    int ig_scores_##SUFFIX(const float *q, const int64_t *partial, const int64_t *held, const int64_t *room, long rows, \
+                           long heads, long group, long columns, float *scores, long width, int threads) { \
+        int failed = 0; \
+        _Pragma("omp parallel num_threads(threads)") \
+        { \
+            float *own = malloc(sizeof(float) * group * width); \
+            if (!own) failed = -1; \
+            _Pragma("omp for collapse(2) schedule(dynamic, 1)") \
+            for (long r = 0; r < rows; r++) \
+                for (long h = 0; h < heads; h++) { \
+                    if (!own) continue; \
+                    const T *keys = (const T *)partial[r] + h * columns * room[r]; \
+                    for (long first = 0; first < held[r]; first += BLOCK) { \
+                        const long n = held[r] - first < BLOCK ? held[r] - first : BLOCK; \
+                        for (long g = 0; g < group; g += MOST_GROUP) { \
+                            const float *mine = q + ((r * heads + h) * group + g) * columns; \
+                            float *to = own + g * held[r] + first; \
+                            switch (group - g) { \
+                                case 1: block_##SUFFIX(mine, keys + first, columns, room[r], n, to, held[r], 1); break; \
+                                case 2: block_##SUFFIX(mine, keys + first, columns, room[r], n, to, held[r], 2); break; \
+                                case 3: block_##SUFFIX(mine, keys + first, columns, room[r], n, to, held[r], 3); break; \
+                                default: block_##SUFFIX(mine, keys + first, columns, room[r], n, to, held[r], 4); \
+                            } \
                         } \
                     } \
+                    best_of_group(own, group, held[r], scores + (r * heads + h) * width); \
                 } \
-            } \
+            free(own); \
+        } \
+        return failed; \
     }
 SCORES(f32, float)
 SCORES(bf16, uint16_t)

@@ -33,10 +33,12 @@ class Kernel:
         partial: each row's address of one layer's partial keys [kv_heads, d', room[row]] in `dtype`; all int64.
         """
         rows, heads, group, columns = q.shape
-        self._scores[dtype](
+        failed = self._scores[dtype](
             q.data_ptr(), partial.ctypes.data, held.ctypes.data, room.ctypes.data, rows, heads, group, columns,
             out.data_ptr(), out.shape[2], torch.get_num_threads(),
         )  # fmt: skip
+        if failed:
+            raise MemoryError("infinigen: no memory for its scores")
 
     def select(self, scores: torch.Tensor, held: np.ndarray, numbers: np.ndarray, places: int) -> torch.Tensor:
         """Each row's and head's best numbers[row] < places of the first held[row] scores [rows, kv_heads, width].

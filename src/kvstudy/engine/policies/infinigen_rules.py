@@ -9,8 +9,8 @@ reading is here under its name, once, and serves the engine, the quality evaluat
 `docs/fidelity.md` says how.
 
 Shapes: scores are [..., H, n], H the KV heads and n the earlier tokens, in units of the logit (after 1/sqrt(d)); a KV
-head with several query heads takes the greatest of their scores. alpha is a difference of logits: a token whose logit
-is alpha below the greatest has e^-alpha of its weight.
+head with several query heads takes the greatest of their scores (`group_max`). alpha is a difference of logits: a token
+whose logit is alpha below the greatest has e^-alpha of its weight.
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ PoolRule = Literal["fifo", "lru", "counter"]
 HIDDEN = -10000.0
 """Score of an entry that has left the simulated pool, and what is added to the logit of an entry not fetched (accuracy
 code)."""
+APART = 2.0**-20
+"""Logits between what a group's query heads like best, so that none are tied."""
 COUNTER_LIMIT = 255
 """Where a fetch counter of the paper's pool saturates, and all of its head's are halved (section 4.4; the width is
 ours)."""
@@ -73,9 +75,20 @@ def column_mask(query_magnitudes: Tensor, key_magnitudes: Tensor, ratio: float) 
 
 
 def group_max(scores: Tensor, kv_heads: int) -> Tensor:
-    """Scores of query heads [..., H_q, n] -> of KV heads [..., H, n]: the greatest of the group."""
+    """Scores of query heads [..., H_q, n] -> of KV heads [..., H, n]: the greatest of the group.
+
+    Of several query heads each one's scores are taken from its own greatest. A softmax knows logits only up to what is
+    added to all of a head's, so those of two heads cannot be compared as they are: the head with the largest would
+    choose for all. So an entry is within alpha if it is within alpha of what any of the heads likes best. Their
+    favourites would be tied: the second head's comes `APART` after the first's, and so on.
+    """
     *batch, heads, size = scores.shape
-    return scores.view(*batch, kv_heads, heads // kv_heads, size).amax(dim=-2)
+    group = heads // kv_heads
+    grouped = scores.view(*batch, kv_heads, group, size)
+    if group > 1:
+        after = APART * torch.arange(group, device=scores.device, dtype=torch.float32)
+        grouped = grouped.float() - grouped.amax(dim=-1, keepdim=True) - after[:, None]
+    return grouped.amax(dim=-2)
 
 
 def qualifying(scores: Tensor, alpha: float, *, strict: bool = True, head_zero: bool = False) -> Tensor:
