@@ -100,12 +100,13 @@ def test_paper_cpu_crosses_three_sizes_with_budgets_rates_and_seeds() -> None:
     assert {cell.workload.long_share for cell in plan.cells} == {0.0, 0.5}
 
 
-def test_every_deployment_of_sparsity_has_quality_and_speed_and_paper_cpu_shares_its_scores() -> None:
+def test_deployments_of_sparsity_have_quality_and_speed_and_paper_cpu_shares_its_scores() -> None:
     plan = make_plan(CONF, ["study=sparsity"])
     scored = {cell.cell_id: cell for visit in plan.quality for cell in visit.cells}
-    assert {cell.deployment.id for cell in plan.cells} == {cell.deployment.id for cell in scored.values()}
+    loaded = {cell.deployment.id for cell in scored.values() if cell.framework.name != "random"}
+    assert {cell.deployment.id for cell in plan.cells} == loaded
     nine = dict.fromkeys(("h2o", "infinigen", "streaming", "random"), 9)
-    counts = Counter(cell.framework.label for cell in plan.cells)
+    counts = Counter(cell.framework.label for cell in scored.values())
     assert counts == {"vllm": 1, "full": 1, **nine, "infinigen-alpha-none": 4}
     others = [cell for visit in make_plan(CONF, ["study=paper_cpu"]).quality for cell in visit.cells]
     apart = {cell.framework.label for cell in others if cell.cell_id not in scored}
