@@ -79,6 +79,47 @@ def test_status_tells_done_running_failed_and_left(
     assert not state.State(now.id, host="another", since=time.time() - 2 * state.SILENT_S).alive()
 
 
+def test_status_tells_what_of_the_quality_runs_has_failed_and_is_left(
+    plan: Plan, results: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    layout = Layout(results)
+    (visit,) = plan.quality
+    path = layout.state("tiny", visit.id)
+    total = len(visit.cells)
+
+    def said(code: int) -> str:
+        assert main(["status", "study=tiny", "--results", str(results)]) == code
+        return capsys.readouterr().out
+
+    assert f"quality: {total} cells: 0 scored, 0 running, 0 failed, {total} left" in said(0)
+    store_cell(results, visit.cells[0].cell_id)
+    journal = state.Journal(path, visit.id, results / "q.log")
+    journal.running("greedy-48 (2/4)")
+    now = said(0)
+    assert f"quality: {total} cells: 1 scored, {total - 1} running, 0 failed, 0 left" in now
+    assert f"scoring  {visit.id}: greedy-48 (2/4), for" in now and "6 cells: 0 done, 0 running, 0 failed" in now
+    journal.ended("failed", "no text:\n name one")
+    now = said(1)
+    assert f"1 scored, 0 running, {total - 1} failed, 0 left" in now and visit.cells[1].cell_id in now
+    assert "no text: name one" in now and f"log: {results / 'q.log'}" in now
+    journal.done()
+    assert f"1 scored, 0 running, 0 failed, {total - 1} left" in said(0)
+
+    # One on another machine that is silent for long beats, and is known to live by that.
+    monkeypatch.setattr(state, "BEAT_S", 0.02)
+    long_ago = time.time() - 2 * state.SILENT_S
+    write_json(path, vars(state.State(visit.id, host="another", since=long_ago)))
+    os.utime(path, (long_ago, long_ago))
+    assert f"{total - 1} failed" in said(1)
+    journal = state.Journal(path, visit.id, None)
+    journal.beat()
+    until = time.monotonic() + 10
+    while path.stat().st_mtime < long_ago + 1 and time.monotonic() < until:
+        time.sleep(0.02)
+    assert f"{total - 1} running, 0 failed" in said(0)
+    journal.done()
+
+
 def test_a_visit_leaves_word_of_its_fault_and_a_retry_changes_nothing(
     plan: Plan, results: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,7 @@ from kvstudy.cli import main
 from kvstudy.grid.plan import load_plan
 from kvstudy.grid.records import ITEM_COLUMNS
 from kvstudy.grid.store import ITEMS, Layout, is_whole
+from kvstudy.measure import state
 from kvstudy.quality import run
 from kvstudy.quality.score import Scorer
 
@@ -22,6 +23,7 @@ def test_a_visit_is_taken_up_where_it_was_and_checked_against_a_served_deploymen
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(checkout)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     results = tmp_path / "results"
     layout = Layout(results)
     argv = ["quality", "study=tiny", "--results", str(results)]
@@ -39,8 +41,10 @@ def test_a_visit_is_taken_up_where_it_was_and_checked_against_a_served_deploymen
     assert "run again to go on" in capfd.readouterr().err
     (visit,) = load_plan(layout.plan("tiny")).quality
     assert not any(is_whole(layout.cell(cell.cell_id)) for cell in visit.cells)
+    left = state.read(layout.state("tiny", visit.id))
+    assert left is not None and left.doing == "interrupted" and str(left.cell).startswith("perplexity-48")
     assert main(argv) == 0
-    assert scored == [24, 48, 48]
+    assert scored == [24, 48, 48] and not layout.state("tiny", visit.id).exists()
     for cell in visit.cells:
         summary = json.loads((layout.cell(cell.cell_id) / "summary.json").read_text())
         assert (summary["outcome"], summary["verdict"]["status"]) == ("ok", "VALID")
@@ -55,6 +59,24 @@ def test_a_visit_is_taken_up_where_it_was_and_checked_against_a_served_deploymen
     # All is there: nothing is scored again.
     layout.quality_marker("tiny", visit.id).unlink()
     assert main(argv) == 0 and scored == [24, 48, 48]
+
+
+def test_a_fault_is_left_word_of_and_a_retry_changes_nothing(
+    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(checkout)
+    assert main(["grid", "study=tiny", "--results", str(tmp_path)]) == 0
+    layout = Layout(tmp_path)
+    (visit,) = load_plan(layout.plan("tiny")).quality
+    argv = ["--visit", str(layout.quality_visit("tiny", visit.id)), "--results", str(tmp_path)]
+    argv += ["--marker", str(layout.quality_marker("tiny", visit.id)), "--log", str(tmp_path / "q.log")]
+    assert run.main(argv) == 2
+    left = state.read(layout.state("tiny", visit.id))
+    assert left is not None and left.doing == "failed" and "is not prepared" in str(left.cause)
+    assert left.log == str(tmp_path / "q.log")
+    capfd.readouterr()
+    assert run.main([*argv, "--attempt", "2"]) == 2
+    assert "not tried again" in capfd.readouterr().err
 
 
 def test_deployments_that_read_a_prompt_in_different_ways_are_not_scored_on_one_reading(

@@ -23,6 +23,7 @@ rule quality:
         slurm_partition=lambda wildcards: quality_cells(wildcards)[
             0
         ].hardware.cluster.partition,
+        attempt=visit_attempt,
     params:
         cells=quality_ids,
         results=results_folder,
@@ -31,4 +32,4 @@ rule quality:
         ),
     shell:
         "kvstudy quality --visit {input.visit:q} --results {params.results:q} --marker {output:q} {params.freeze:q}"
-        " 2> >(tee {log:q} >&2)"
+        " --attempt {resources.attempt} --log {log:q} 2> >(tee {log:q} >&2)"

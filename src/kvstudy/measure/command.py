@@ -52,9 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         visit = read_visit(options.visit)
         path = Layout(options.results).state(visit.study, visit.id)
-        before = states.read(path)
-        if options.attempt > 1 and before is not None and before.doing == "failed":
-            say(f"kvstudy measure: not tried again, since that would change nothing: {before.cause}")
+        if (cause := states.not_again(path, options.attempt)) is not None:
+            say(f"kvstudy measure: not tried again, since that would change nothing: {cause}")
             return 2
         journal = states.Journal(path, visit.id, options.log)
         journal.running()
@@ -78,28 +77,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         journal.done()
     except (Fault, Unavailable) as error:
         say(f"kvstudy measure: {' '.join(str(error).split())}")
-        _note(journal, "stopped" if isinstance(error, Allotted) else "failed", str(error))
+        states.note(journal, "stopped" if isinstance(error, Allotted) else "failed", str(error))
         if isinstance(error, Fault) and error.detail and options.log is not None:
             with contextlib.suppress(OSError), options.log.open("a", encoding="utf-8") as log:
                 log.write(redact(f"--- server ---\n{error.detail}"))
         return 2
     except KeyboardInterrupt:
         say("kvstudy measure: interrupted; the server is stopped, finished cells stay, run again to go on")
-        _note(journal, "interrupted", "interrupted")
+        states.note(journal, "interrupted", "interrupted")
         return 130
     except OSError as error:
         cause = cannot_write(error, options.results)
         say(f"kvstudy measure: {cause}; finished cells stay")
-        _note(journal, "stopped", cause)
+        states.note(journal, "stopped", cause)
         return 2
     return 0
-
-
-def _note(journal: states.Journal | None, doing: states.Doing, cause: str) -> None:
-    """Leave word of an end; a full disk must not hide what ended the visit."""
-    if journal is not None:
-        with contextlib.suppress(OSError):
-            journal.ended(doing, cause)
 
 
 if __name__ == "__main__":

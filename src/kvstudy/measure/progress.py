@@ -32,11 +32,20 @@ LISTED = 20
 
 @dataclass(frozen=True)
 class Planned:
-    """What progress needs of a plan: seconds of load by cell, and the cells of each visit."""
+    """What progress needs of a plan: seconds of load by cell, and the cells of each visit, measuring or scoring."""
 
     cells: dict[str, float]
     visits: dict[str, tuple[str, ...]]
-    quality: tuple[str, ...] = ()
+    quality: dict[str, tuple[str, ...]] = field(default_factory=dict)
+
+
+@dataclass
+class Scored:
+    """Quality cells of a study by what became of them. A visit scores its cells together."""
+
+    done: list[str] = field(default_factory=list)
+    running: dict[str, state.State] = field(default_factory=dict)  # by cell
+    failed: dict[str, state.State] = field(default_factory=dict)
 
 
 @dataclass
@@ -45,7 +54,7 @@ class Progress:
 
     planned: Planned
     done: list[str]
-    scored: int = 0  # quality cells, which belong to no visit
+    quality: Scored
     running: list[state.State] = field(default_factory=list)
     failed: dict[str, state.State] = field(default_factory=dict)  # by cell: its visit ended without it
     left_s: float = 0.0
@@ -71,7 +80,7 @@ def _planned(path: Path, _: int) -> Planned:
     return Planned(
         cells={cell["id"]: _load_s(cell["config"]["load"]) for cell in raw["cells"]},
         visits={visit["id"]: tuple(visit["cells"]) for visit in raw["visits"]},
-        quality=tuple(cell["id"] for cell in raw.get("quality", [])),
+        quality={visit["id"]: tuple(visit["cells"]) for visit in raw.get("quality_visits", [])},
     )
 
 
@@ -89,18 +98,22 @@ def read_progress(study: str, layout: Layout) -> Progress | None:
         stored = set(os.listdir(layout.root / "store"))
     except FileNotFoundError:
         stored = set()
-    scored = sum(cell in stored for cell in planned.quality)
+    scored = Scored([cell for cells in planned.quality.values() for cell in cells if cell in stored])
     found = Progress(planned, [cell for cell in planned.cells if cell in stored], scored)
+    visits = planned.visits | planned.quality
     for path in sorted(layout.state(study, "x").parent.glob("*.json")):
         seen = state.read(path)
-        if seen is None or seen.visit not in planned.visits:
+        if seen is None or seen.visit not in visits:
             continue
-        missing = [cell for cell in planned.visits[seen.visit] if cell not in stored]
+        missing = dict.fromkeys((cell for cell in visits[seen.visit] if cell not in stored), seen)
+        scores = seen.visit in planned.quality
         if seen.doing == "running" and seen.alive():
-            if missing:
+            if scores:
+                scored.running |= missing
+            elif missing:
                 found.running.append(seen)
         elif seen.doing != "interrupted":
-            found.failed |= dict.fromkeys(missing, seen)
+            (scored if scores else found).failed.update(missing)
     found.left_s = _seconds_left(found, layout)
     return found
 
@@ -174,11 +187,8 @@ def report(study: str, layout: Layout, found: Progress, now: float) -> list[str]
     elif found.left:
         head += f"; nothing runs, the rest takes about {span(found.left_s)}"
     lines = [head]
-    if found.planned.quality:
-        lines.append(f"  quality: {found.scored} of {len(found.planned.quality)} cells scored")
     for item in found.running:
-        where = f"{item.host}, process {item.pid}"
-        lines.append(f"  running  {item.cell or f'{item.visit} (coming up)'}, for {span(now - item.since)} on {where}")
+        lines.append(f"  running  {item.cell or f'{item.visit} (coming up)'}, {_where(item, now)}")
     if bad:
         counted = ", ".join(f"{count} {name}" for name, count in sorted(Counter(bad.values()).items()))
         lines.append(f"  of those done, {len(bad)} ended badly, which is a result: {counted}")
@@ -186,13 +196,34 @@ def report(study: str, layout: Layout, found: Progress, now: float) -> list[str]
             cause = read_summary(layout.cell(cell)).get("cause") or "no cause given"
             lines.append(f"    {cell}\n      {bad[cell]}: {cause}\n      log: {layout.cell(cell) / LOG}")
         lines += _more(len(bad))
-    if found.failed:
-        lines.append(f"  {len(found.failed)} failed and have no result; run snakemake again when the cause is gone")
-        for cell, seen in list(found.failed.items())[:LISTED]:
-            cause = seen.cause or f"ended without a word: killed, or the machine went down{_last_line(seen.log)}"
-            lines.append(f"    {cell}\n      {cause}\n      log: {seen.log or 'none was kept'}")
-        lines += _more(len(found.failed))
+    lines += _failed(found.failed)
+    if found.planned.quality:
+        scored = found.quality
+        total = sum(map(len, found.planned.quality.values()))
+        left = total - len(scored.done) - len(scored.running) - len(scored.failed)
+        lines.append(
+            f"  quality: {total} cells: {len(scored.done)} scored, {len(scored.running)} running, "
+            f"{len(scored.failed)} failed, {left} left"
+        )
+        for item in {seen.visit: seen for seen in scored.running.values()}.values():
+            lines.append(f"  scoring  {item.visit}: {item.cell or 'getting ready'}, {_where(item, now)}")
+        lines += _failed(scored.failed)
     return lines
+
+
+def _where(item: state.State, now: float) -> str:
+    return f"for {span(now - item.since)} on {item.host}, process {item.pid}"
+
+
+def _failed(failed: dict[str, state.State]) -> list[str]:
+    """Cells without a result, each with its cause and log."""
+    if not failed:
+        return []
+    lines = [f"  {len(failed)} failed and have no result; run snakemake again when the cause is gone"]
+    for cell, seen in list(failed.items())[:LISTED]:
+        cause = seen.cause or f"ended without a word: killed, or the machine went down{_last_line(seen.log)}"
+        lines.append(f"    {cell}\n      {cause}\n      log: {seen.log or 'none was kept'}")
+    return lines + _more(len(failed))
 
 
 def _last_line(log: str | None) -> str:
@@ -224,4 +255,4 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvstudy status: no plan of a study '{name}'; {known}", file=sys.stderr)
         return 2
     print("\n".join(report(name, layout, found, time.time())))
-    return 1 if found.failed else 0
+    return 1 if found.failed or found.quality.failed else 0

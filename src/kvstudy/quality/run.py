@@ -44,6 +44,7 @@ from kvstudy.grid.schema import H2O, Budget, Full, QualityCell, QualityVisit, di
 from kvstudy.grid.store import Layout
 from kvstudy.load.text import Text, TextError, read_text
 from kvstudy.measure import fingerprint
+from kvstudy.measure import state as states
 from kvstudy.quality import measures, tasks
 from kvstudy.quality.items import Drawer, Item
 from kvstudy.quality.score import BATCH_BYTES, REFERENCE, Row, Run, Scorer, Wanted
@@ -104,6 +105,7 @@ class Scoring:
     visit: QualityVisit
     layout: Layout
     model_dir: Path
+    journal: states.Journal | None = None
     text: Text = field(init=False)
     left_out: dict[str, list[str]] = field(default_factory=dict)
     checks: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -155,6 +157,8 @@ class Scoring:
             if not missing:
                 continue
             say(f"{part.name} ({number}/{len(every)}): {len(missing)} deployments")
+            if self.journal is not None:
+                self.journal.running(f"{part.name} ({number}/{len(every)})")
             begun = time.monotonic()
             scorer.only = {cell.cell_id for cell in missing}
             yield part, getattr(drawer, part.kind)(getattr(self.todo[0].quality, part.kind), part.context)
@@ -437,20 +441,35 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=Path("results"))
     parser.add_argument("--marker", type=Path, required=True, help="written last")
     parser.add_argument("--freeze", type=Path, help="freeze file of the framework's environment")
+    parser.add_argument("--log", type=Path, help="where its output is kept, for `kvstudy status` to name")
+    parser.add_argument(
+        "--attempt", type=int, default=1, help="a retry ends at once where the last try ended in a fault"
+    )
     options = parser.parse_args(arguments)
+    journal: states.Journal | None = None
     try:
         visit = QualityVisit.model_validate_json(options.visit.read_text(encoding="utf-8"))
         layout = Layout(options.results)
-        Scoring(visit, layout, model_folder(visit.cells[0].deployment, layout)).run()
+        path = layout.state(visit.study, visit.id)
+        if (cause := states.not_again(path, options.attempt)) is not None:
+            say(f"kvstudy quality: not tried again, since that would change nothing: {cause}")
+            return 2
+        journal = states.Journal(path, visit.id, options.log)
+        journal.running()
+        journal.beat()  # a part may take minutes, and says nothing meanwhile
+        Scoring(visit, layout, model_folder(visit.cells[0].deployment, layout), journal).run()
         store.write_json(
             options.marker,
             {"visit": visit.id, "study": visit.study, "cells": [cell.cell_id for cell in visit.cells]},
         )
+        journal.done()
     except (Fault, Unavailable, ValidationError, OSError) as error:
         say(f"kvstudy quality: {' '.join(str(error).split())}")
+        states.note(journal, "stopped" if isinstance(error, OSError) else "failed", str(error))
         return 2
     except KeyboardInterrupt:
         say("kvstudy quality: interrupted; finished parts stay, run again to go on")
+        states.note(journal, "interrupted", "interrupted")
         return 130
     return 0
 
