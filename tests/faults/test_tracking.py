@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import sqlite3
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 from fabricate import Spec, fabricate
 
 from kvstudy.analysis.plan import read_plan
+from kvstudy.tracking import embedded
 from kvstudy.tracking import mlflow_sync as tracking
 
 #: Processes, forked once everything is imported, that open a fresh store at the same moment.
@@ -70,9 +72,19 @@ def test_what_a_locked_or_damaged_store_refused_is_caught_up(
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and str(database) in said and "catches up" in said
     database.unlink()
+    # A disk that fills while the tables are made must not leave a store that MLflow takes for its own.
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, hard))
+    try:
+        assert tracking.main(command) == tracking.UNREACHABLE
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "catches up" in said, said
+    assert not list(tmp_path.glob("*mlflow*"))
     holder = sqlite3.connect(database, isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")
-    monkeypatch.setattr(tracking, "_check_sqlite", lambda path, wait, real=tracking._check_sqlite: real(path, 0.2))
+    monkeypatch.setattr(embedded, "BUSY_S", 0.2)
     assert tracking.main(command) == tracking.UNREACHABLE
     holder.close()
     said = capsys.readouterr().err

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import fcntl
 import json
+import os
+import signal
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +16,12 @@ import pandas as pd
 import pytest
 from fabricate import Spec, config_of, fabricate
 
+from kvstudy import processes
 from kvstudy.analysis.plan import read_plan
 from kvstudy.analysis.table import read_cell
 from kvstudy.grid.records import Metric, Summary, Verdict
 from kvstudy.grid.store import MEASURES, Layout, write_json
+from kvstudy.tracking import embedded, logged
 from kvstudy.tracking import mlflow_sync as tracking
 
 SPECS = [Spec("vllm", 1.0), Spec("full", 1.0), Spec("h2o", 1.0, budget=0.3, outcome="oom")]
@@ -73,7 +78,7 @@ def test_timeline_is_steps_and_keeps_its_peak(client: Any, root: Path, plan_path
     cell = read_plan(plan_path).cells[1].id
     run = cells(client)[cell]
     history = client.get_metric_history(run.info.run_id, "timeline_mib/kv_live.device")
-    assert 10 < len(history) <= tracking.MOST_POINTS
+    assert 10 < len(history) <= logged.MOST_POINTS
     assert [h.step for h in history] == sorted({h.step for h in history})
     summary, _ = read_cell(Layout(root).cell(cell))  # type: ignore[misc]
     assert max(h.value for h in history) == summary.memory["kv_live_peak.device"] / 2**20  # type: ignore[operator]
@@ -144,6 +149,37 @@ def test_changed_unfinished_and_vanished(client: Any, root: Path, uri: str, plan
     assert tracking.sync(plan, root, uri).created == 1
 
 
+def test_several_processes_write_what_one_does(
+    client: Any, root: Path, uri: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same cells in other studies; and a writer that fails, or is killed, is no success."""
+    monkeypatch.setattr(tracking, "RUNS_A_WRITER", 1)
+    monkeypatch.setattr(processes, "cores", lambda: 2)
+    started: list[Any] = []
+    start, one, own = ForkProcess.start, tracking._Writing.one, os.getpid()
+    monkeypatch.setattr(ForkProcess, "start", lambda process: (started.append(process), start(process))[1])
+
+    def sync(study: str, act: Callable[[], object]) -> tracking.Outcome:
+        plan = read_plan(fabricate(root, study, SPECS))
+        last = plan.cells[-1]
+        monkeypatch.setattr(tracking._Writing, "one", lambda mine, cell: (cell is last and act(), one(mine, cell))[1])
+        return tracking.sync(plan, root, uri)
+
+    with pytest.raises(tracking.TrackingError, match="division by zero"):
+        sync("failing", lambda: 1 / 0)
+    with pytest.raises(tracking.TrackingError, match="a worker was killed before 1 of 3 items"):
+        sync("killed", lambda: os.getpid() != own and os.kill(os.getpid(), signal.SIGKILL))
+    done = sync("crowd", lambda: None)
+    assert len(started) == 6 and not any(process.is_alive() for process in started)
+    assert (done.created, len(done.runs)) == (3, 3)
+    assert not list(root.glob("mlflow.db-*")), "it is left as one plain file"
+    alone = cells(client)
+    for cell, run_id in done.runs.items():
+        mine, other = client.get_run(run_id).data, alone[cell].data
+        assert mine.metrics == other.metrics and mine.params == other.params
+        assert mine.tags == other.tags | {"mlflow.parentRunId": done.parent_run_id}
+
+
 def test_figures_and_report_are_on_the_parent(client: Any, root: Path, uri: str, plan_path: Path) -> None:
     folder = root / "study"
     (folder / "figures").mkdir(parents=True)
@@ -169,7 +205,7 @@ def test_command_writes_the_map(client: Any, root: Path, uri: str, plan_path: Pa
 def test_locked_database_is_one_line_and_code_3(
     client: Any, root: Path, uri: str, plan_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr(tracking, "_check_sqlite", lambda path, wait, real=tracking._check_sqlite: real(path, 0.2))
+    monkeypatch.setattr(embedded, "BUSY_S", 0.2)
     holder = sqlite3.connect(root / "mlflow.db", isolation_level=None)
     holder.execute("BEGIN EXCLUSIVE")
     try:

@@ -4,9 +4,11 @@ The files are the truth, MLflow is a copy that may be behind: a cell's run whose
 hash of its summary is left alone, another is replaced (params are immutable in MLflow), one whose cell is
 gone is removed. `result_sha` is written last, so that a run that was cut off is replaced the next time.
 
-There is one writer at a time (a file lock): sixteen processes that open a fresh SQLite store break it for
-good. When the store cannot be reached or is locked, the command says so in a line and ends with code 3;
-nothing measured is lost, and the next `kvstudy track` catches up.
+There is one such command at a time (a file lock), and it makes a fresh SQLite store beside its place and renames
+it: sixteen processes that open one at once break it for good, and so does the end of the one that makes it. Into
+one that is there, several of its processes write: a run is mostly MLflow's own Python. When the store cannot be
+reached or is locked, the command says so in a line and ends with code 3; nothing measured is lost, and the next
+`kvstudy track` catches up.
 """
 
 from __future__ import annotations
@@ -17,47 +19,46 @@ import fcntl
 import hashlib
 import json
 import logging
-import math
 import os
 import re
 import shutil
-import sqlite3
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 from urllib.parse import unquote, urlsplit
 
-import numpy as np
-import numpy.typing as npt
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from kvstudy import processes
 from kvstudy.analysis.plan import AnalysisError, Plan, PlannedCell, read_plan
-from kvstudy.analysis.table import axes_of, deployment_axes, read_cell, read_provenance
+from kvstudy.analysis.table import read_cell
 from kvstudy.grid.records import Summary
 from kvstudy.grid.secrets import redact
-from kvstudy.grid.store import CONFIG, LOG, MEASURES, MEMORY, PROVENANCE, SUMMARY, Layout, write_json
-
-#: Raised when what is logged of a cell changes, so that runs logged before are replaced.
-FORMAT = 2
-
-#: Points of a cell's memory timeline, all kinds together; more tell no more in MLflow's charts, and each costs a row.
-MOST_POINTS = 60
+from kvstudy.grid.store import CONFIG, LOG, MEASURES, PROVENANCE, SUMMARY, Layout, write_json
+from kvstudy.tracking import embedded
+from kvstudy.tracking.embedded import TrackingError
+from kvstudy.tracking.logged import (
+    FORMAT,
+    compared_of,
+    metrics_of,
+    params_of,
+    result_sha,
+    run_name,
+    tags_of,
+    timeline_of,
+    times_of,
+)
 
 #: MLflow's own limits for one `log_batch`.
 _MOST_METRICS, _MOST_PARAMS = 1000, 100
 
 LOCK_WAIT_S = 300.0
 UNREACHABLE = 3
-MIB = 2**20
 
-
-class TrackingError(Exception):
-    """MLflow cannot be written now; the text is one line and holds no secret."""
+#: Processes that write into an SQLite store at most (it lets one write at a time), and new runs that are worth one.
+MOST_WRITERS = 4
+RUNS_A_WRITER = 50
 
 
 @dataclass
@@ -71,186 +72,6 @@ class Outcome:
     replaced: int = 0
     removed: int = 0
     unchanged: int = 0
-
-
-# --- what is logged ------------------------------------------------------------------------------
-
-
-def result_sha(cell_dir: Path, sha: str) -> str:
-    """Hash of what a run shows of a cell: its summary and, should it ever change, this format."""
-    return hashlib.sha256(f"{FORMAT}:{cell_dir.name}:{sha}".encode()).hexdigest()
-
-
-def _axes(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A cell's axes; a quality cell has a suite where another has a workload and a load."""
-    if "quality" not in config:
-        return axes_of(config)
-    return deployment_axes(config) | {"quality": config["quality"]["name"]}
-
-
-def params_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Axes under plain names, every other setting under its dotted one; numbers without unit or padding."""
-    flat = {name: value for name, value in _axes(config).items() if value not in (None, "")}
-    for group, value in config.items():
-        for name, inner in _flatten(value, group):
-            leaf = name.rpartition(".")[2]
-            # What is an axis already has a plain name.
-            if leaf != "name" and leaf not in flat and name.replace(".", "_") not in flat:
-                flat[name] = inner
-    return {name: _text(value) for name, value in flat.items() if value is not None}
-
-
-def _flatten(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _flatten(inner, f"{prefix}.{key}")
-    elif value is not None:
-        yield prefix, value
-
-
-def _text(value: Any) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, float):
-        return f"{value:.10g}"
-    if isinstance(value, list | tuple):
-        return ",".join(_text(inner) for inner in value)
-    return str(value)
-
-
-def metrics_of(config: Mapping[str, Any], summary: Summary) -> dict[str, float]:
-    """Metrics by name: a slash makes MLflow's charts group them.
-
-    Numeric axes are among them (`axis/rate`), since MLflow sorts params as text and charts metrics only.
-    """
-    found: dict[str, float] = {}
-    for name, metric in summary.metrics.items():
-        if metric.value is not None:
-            found[_grouped(name)] = metric.value
-    for name, value in summary.memory.items():
-        if value is not None:
-            found[f"memory_mib/{name}"] = value / MIB
-    for name, share in summary.budget.items():
-        if share is not None:
-            found[f"budget/{name}"] = share
-    found |= {f"count/{name}": float(value) for name, value in summary.counts.items()}
-    found |= {f"visit_s/{name.removesuffix('_s')}": v for name, v in summary.visit.items() if v is not None}
-    for name, value in _axes(config).items():
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            found[f"axis/{name}"] = float(value)
-    return found
-
-
-def _grouped(name: str) -> str:
-    family, _, rest = name.replace("@", ".", 1).partition(".")  # perplexity@256: after 256 tokens
-    return f"{family}/{rest}" if rest else f"{family}/value"
-
-
-def compared_of(cell_dir: Path) -> dict[str, float]:
-    """Of a quality cell, by context: differences from the full cache, share attended, KV held, as in the table."""
-    columns = ["measure", "context", "depth", "diff", "attended_share", "kv_bytes"]
-    try:
-        rows = pq.read_table(cell_dir / MEASURES, columns=columns, use_threads=False).to_pylist()
-    except (OSError, ValueError):
-        return {}
-    every: dict[str, list[float]] = {}
-    for row in rows:
-        if row["depth"] is None or math.isnan(row["depth"]):
-            shown = {f"{row['measure']}_diff": row["diff"], "attended_share": row["attended_share"]}
-            shown["kv_mib"] = row["kv_bytes"] / MIB if row["kv_bytes"] is not None else None
-            for name, value in shown.items():
-                if value is not None and math.isfinite(value):
-                    every.setdefault(f"{name}/{row['context']}", []).append(value)
-    return {name: sum(values) / len(values) for name, values in every.items()}
-
-
-def timeline_of(cell_dir: Path) -> list[tuple[str, float, float]]:
-    """(name, seconds, MiB) of the memory timeline: first and last of what never changes, the peaks of what does.
-
-    Those that change share what is left of `MOST_POINTS` equally.
-    """
-    try:
-        with pq.ParquetFile(cell_dir / MEMORY) as file:
-            table = file.read(use_threads=False)
-    except (OSError, ValueError):
-        return []
-    names = np.array(
-        [f"timeline_mib/{kind}.{tier}" for kind, tier in zip(*_columns(table, "kind", "tier"), strict=True)]
-    )
-    seconds, sizes = (table[name].to_numpy() for name in ("t_s", "bytes"))
-    series: dict[str, npt.NDArray[np.intp]] = {}
-    for name in sorted(set(names.tolist())):
-        rows = np.flatnonzero(names == name)
-        series[name] = rows[np.argsort(seconds[rows], kind="stable")]
-    flat = {name: len(set(sizes[rows].tolist())) == 1 for name, rows in series.items()}
-    share = (MOST_POINTS - 2 * sum(flat.values())) // max(1, len(series) - sum(flat.values()))
-    out: list[tuple[str, float, float]] = []
-    for name, rows in series.items():
-        if flat[name]:
-            kept = rows[[0, -1]] if len(rows) > 1 else rows
-        else:
-            # The largest of each stretch of time: thinning by every k-th sample would lose peaks.
-            parts = np.array_split(rows, min(max(share, 2), len(rows)))
-            kept = np.array([part[np.argmax(sizes[part])] for part in parts])
-        out += [(name, float(seconds[row]), float(sizes[row]) / MIB) for row in kept]
-    return out
-
-
-def _columns(table: pa.Table, *names: str) -> list[list[Any]]:
-    return [table[name].to_pylist() for name in names]
-
-
-def tags_of(cell: PlannedCell, summary: Summary) -> dict[str, str]:
-    """Tags to filter by; `result_sha` is not among them, it is written when all else is."""
-    axes = _axes(cell.config)
-    tags = {
-        "kind": "quality" if "quality" in axes else "cell",
-        "cell_id": cell.id,
-        "mlflow.note.content": f"Cell `{cell.id}`: its folder in `store/` of the results holds requests and memory.",
-        "deployment": cell.deployment,
-        "outcome": summary.outcome,
-        "verdict": summary.verdict.status,
-        "reasons": ", ".join(summary.verdict.reasons),
-        "flags": ", ".join(summary.flags),
-        "cause": summary.cause or "",
-        "framework": axes["framework"],
-        "implementation": axes["implementation"],
-        "model": axes["model"],
-        "workload": axes.get("workload"),
-        "quality": axes.get("quality"),
-        "source": summary.source,
-        "weights": axes["weights"],
-        "fingerprint": summary.fingerprint,
-        "starred": ", ".join(name for name, metric in summary.metrics.items() if metric.starred)[:4000],
-        "infinite": ", ".join(name for name, metric in summary.metrics.items() if metric.infinite)[:4000],
-    }
-    return {name: value for name, value in tags.items() if value}
-
-
-def run_name(config: Mapping[str, Any]) -> str:
-    """A run's name as a person reads it: framework, budget, model, load or suite, seed."""
-    axes = _axes(config)
-    budget = f" b={axes['budget_share']:g}" if axes["budget_share"] < 1 else ""
-    budget = f" {axes['variant']}{budget}" if axes["variant"] else budget
-    if "quality" in axes:
-        return f"{axes['framework']}{budget} · {axes['model']} · quality {axes['quality']} · seed {axes['seed']}"
-    at = axes["load"]
-    if axes["rate"] is not None:
-        at = f"{axes['rate']:g}/s" if at == "poisson" else f"{at} {axes['rate']:g}/s"
-    elif axes["concurrency"] is not None:
-        at = f"{axes['concurrency']:g} in flight"
-    return f"{axes['framework']}{budget} · {axes['model']} · {axes['workload']} {at} · seed {axes['seed']}"
-
-
-def times_of(cell_dir: Path, summary: Summary) -> tuple[int, int]:
-    """Start and end of a cell in milliseconds, when it was written less how long it took."""
-    try:
-        written = read_provenance(cell_dir)["time"]
-        end = datetime.fromisoformat(written.replace("Z", "+00:00")).timestamp()
-    except (KeyError, ValueError, AttributeError):
-        end = (cell_dir / SUMMARY).stat().st_mtime
-    length = sum(summary.visit.get(name) or 0.0 for name in ("load_s", "drain_s"))
-    return int((end - length) * 1000), int(end * 1000)
 
 
 # --- reaching MLflow -----------------------------------------------------------------------------
@@ -297,38 +118,24 @@ def single_writer(path: Path, wait_s: float = LOCK_WAIT_S) -> Iterator[None]:
             fcntl.flock(handle, fcntl.LOCK_UN)
 
 
-def sqlite_path(uri: str) -> Path | None:
-    """The database file of an SQLite URI."""
-    match = re.match(r"^sqlite(?:\+\w+)?:///(.*?)(?:\?.*)?$", uri)
-    return Path(match.group(1)) if match else None
-
-
-def _check_sqlite(path: Path, wait_s: float) -> None:
-    """Fail at once where MLflow would first retry for minutes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if not path.exists():
-        return
-    connection = sqlite3.connect(path, timeout=wait_s, isolation_level=None)
-    try:
-        connection.execute("BEGIN IMMEDIATE")
-        connection.execute("ROLLBACK")
-    except sqlite3.DatabaseError as error:
-        raise TrackingError(f"{path}: {error}") from error
-    finally:
-        connection.close()
-
-
-def _client(uri: str) -> Any:
+def _quiet() -> None:
+    """MLflow without telemetry, links on standard output, long waits and logs of what it raises anyway."""
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     os.environ.setdefault("DO_NOT_TRACK", "true")
     os.environ.setdefault("MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT", "1")
     # An unreachable server is reported in seconds, not after MLflow's seven growing retries.
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
     os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+    import mlflow.tracking  # noqa: F401 - sets its own level
+
+    for name in ("alembic", "mlflow", "urllib3"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _client(uri: str) -> Any:
+    _quiet()
     from mlflow.tracking import MlflowClient
 
-    for name in ("alembic", "mlflow", "urllib3"):  # after the import, which sets MLflow's own level
-        logging.getLogger(name).setLevel(logging.ERROR)
     return MlflowClient(tracking_uri=uri)
 
 
@@ -349,57 +156,121 @@ def sync(
     TrackingError
         MLflow cannot be reached or is locked.
     """
+    study_dir = study_dir or Layout(results).study(plan.name)
     with single_writer(results / "tracking" / ".lock", lock_wait_s):
-        database = sqlite_path(uri)
-        if database is not None:
-            _check_sqlite(database, min(lock_wait_s, 5.0))
+        database = embedded.sqlite_path(uri)
         try:
-            return _reconcile(_client(uri), plan, results, uri, study_dir or Layout(results).study(plan.name))
+            _quiet()
+            if database is None:
+                return _reconcile(_client(uri), plan, results, uri, study_dir)
+            with embedded.ready(database) as connections:
+                return _reconcile(_client(uri), plan, results, uri, study_dir, connections)
         except (TrackingError, AnalysisError, KeyboardInterrupt):
             raise
         except Exception as error:  # MLflow raises its own, SQLAlchemy's and requests' errors alike
             raise TrackingError(f"MLflow at {redacted(uri)}: {_clean(str(error), uri)}") from error
 
 
-def _reconcile(client: Any, plan: Plan, results: Path, uri: str, study_dir: Path) -> Outcome:
-    layout = Layout(results)
+def _reconcile(
+    client: Any, plan: Plan, results: Path, uri: str, study_dir: Path, connections: embedded.Connections | None = None
+) -> Outcome:
     done = Outcome(experiment_id=_experiment(client, plan, results, uri))
     parent, children = _existing(client, done.experiment_id)
     done.parent_run_id = parent or _new_parent(client, done.experiment_id, plan)
-    wanted: set[str] = set()
+    writing = _Writing(client, Layout(results), done.experiment_id, done.parent_run_id, children)
     tally: dict[str, int] = {"planned": len(plan.cells), "measured": 0, "valid": 0, "failed": 0}
     tally |= {"scored": 0} if plan.quality else {}
-    for cell in (*plan.cells, *plan.quality):
-        folder = layout.cell(cell.id)
-        found = read_cell(folder)
-        if found is None:
+    for cell, seen in writing.all((*plan.cells, *plan.quality), connections):
+        if seen is None:
             continue
-        summary, sha = found
-        wanted.add(cell.id)
+        done.runs[cell.id] = seen.run_id
         if "quality" in cell.config:
             tally["scored"] += 1
         else:
             tally["measured"] += 1
-            tally["failed"] += summary.outcome != "ok"
-            tally["valid"] += summary.outcome == "ok" and summary.verdict.status == "VALID"
-        mark = result_sha(folder, sha)
-        runs = children.get(cell.id, [])
-        if len(runs) == 1 and runs[0][1] == mark:
-            done.runs[cell.id] = runs[0][0]
-            done.unchanged += 1
-            continue
-        for run_id, _ in runs:
-            client.delete_run(run_id)
-        done.runs[cell.id] = _log_cell(client, done, cell, folder, summary, mark)
-        done.created += not runs
-        done.replaced += bool(runs)
+            tally["failed"] += not seen.ok
+            tally["valid"] += seen.valid
+        done.created += seen.how == "created"
+        done.replaced += seen.how == "replaced"
+        done.unchanged += seen.how == "unchanged"
     for cell_id, runs in children.items():
-        if cell_id not in wanted:
+        if cell_id not in done.runs:
             for run_id, _ in runs:
                 client.delete_run(run_id)
                 done.removed += 1
     _log_parent(client, done, plan, tally, study_dir)
     return done
+
+
+class Seen(NamedTuple):
+    """A measured cell and its run, once that is up to date."""
+
+    run_id: str
+    how: Literal["created", "replaced", "unchanged"]
+    ok: bool
+    valid: bool
+
+
+@dataclass(frozen=True)
+class _Writing:
+    """Brings runs of cells up to date. `children`: the runs that each cell has, with their completion marks."""
+
+    client: Any
+    layout: Layout
+    experiment_id: str
+    parent_run_id: str
+    children: Mapping[str, Sequence[tuple[str, str | None]]]
+
+    def all(
+        self, cells: Sequence[PlannedCell], connections: embedded.Connections | None
+    ) -> Iterator[tuple[PlannedCell, Seen | None]]:
+        """Every cell's run; None for cells that were not measured. Into a local SQLite store from several processes."""
+        new = sum(cell.id not in self.children for cell in cells)
+        count = min(MOST_WRITERS, processes.cores(), new // RUNS_A_WRITER)
+        if connections is None or not connections.local:
+            count = 1
+        elif count > 1:
+            connections.close()
+        return processes.spread(self.one, cells, count)
+
+    def one(self, cell: PlannedCell) -> Seen | None:
+        """The cell's run, written unless it is there; None if the cell was not measured."""
+        folder = self.layout.cell(cell.id)
+        found = read_cell(folder)
+        if found is None:
+            return None
+        summary, sha = found
+        mark = result_sha(folder, sha)
+        runs = self.children.get(cell.id, [])
+        ok = summary.outcome == "ok"
+        valid = ok and summary.verdict.status == "VALID"
+        if len(runs) == 1 and runs[0][1] == mark:
+            return Seen(runs[0][0], "unchanged", ok, valid)
+        for run_id, _ in runs:
+            self.client.delete_run(run_id)
+        return Seen(self._log(cell, folder, summary, mark), "replaced" if runs else "created", ok, valid)
+
+    def _log(self, cell: PlannedCell, folder: Path, summary: Summary, mark: str) -> str:
+        from mlflow.entities import Metric, Param, RunTag
+
+        start, end = times_of(folder, summary)
+        tags = {"mlflow.parentRunId": self.parent_run_id, **tags_of(cell, summary)}
+        name = run_name(cell.config)
+        run = self.client.create_run(self.experiment_id, start_time=start, run_name=name, tags=tags)
+        run_id = str(run.info.run_id)
+        values = metrics_of(cell.config, summary) | compared_of(folder)
+        metrics = [Metric(name, value, end, 0) for name, value in values.items()]
+        points = timeline_of(folder)
+        # Steps are milliseconds since the load began, so that timelines of different cells line up.
+        steps = [Metric(name, value, start + int(t * 1000), int(t * 1000)) for name, t, value in points]
+        metrics += steps[: _MOST_METRICS - len(metrics)]
+        params = [Param(name, value[:6000]) for name, value in sorted(params_of(cell.config).items())]
+        _keep(self.client, run, [folder / name for name in (SUMMARY, CONFIG, PROVENANCE, LOG, MEASURES)])
+        self.client.set_terminated(run_id, "FINISHED" if summary.outcome == "ok" else "FAILED", end)
+        # The mark goes with the last of it, in one call: a call costs more than what it writes.
+        mark_tag = RunTag("result_sha", mark)
+        self.client.log_batch(run_id, metrics=metrics, params=params[:_MOST_PARAMS], tags=[mark_tag])
+        return run_id
 
 
 def _experiment(client: Any, plan: Plan, results: Path, uri: str) -> str:
@@ -436,27 +307,6 @@ def _new_parent(client: Any, experiment_id: str, plan: Plan) -> str:
     tags = {"kind": "study", "study": plan.name}
     run = client.create_run(experiment_id, run_name=plan.title, tags=tags)
     return str(run.info.run_id)
-
-
-def _log_cell(client: Any, done: Outcome, cell: PlannedCell, folder: Path, summary: Summary, mark: str) -> str:
-    from mlflow.entities import Metric, Param, RunTag
-
-    start, end = times_of(folder, summary)
-    tags = {"mlflow.parentRunId": done.parent_run_id, **tags_of(cell, summary)}
-    run = client.create_run(done.experiment_id, start_time=start, run_name=run_name(cell.config), tags=tags)
-    run_id = str(run.info.run_id)
-    values = metrics_of(cell.config, summary) | compared_of(folder)
-    metrics = [Metric(name, value, end, 0) for name, value in values.items()]
-    points = timeline_of(folder)
-    # Steps are milliseconds since the load began, so that timelines of different cells line up.
-    steps = [Metric(name, value, start + int(t * 1000), int(t * 1000)) for name, t, value in points]
-    metrics += steps[: _MOST_METRICS - len(metrics)]
-    params = [Param(name, value[:6000]) for name, value in sorted(params_of(cell.config).items())]
-    _keep(client, run, [folder / name for name in (SUMMARY, CONFIG, PROVENANCE, LOG, MEASURES)])
-    client.set_terminated(run_id, "FINISHED" if summary.outcome == "ok" else "FAILED", end)
-    # The mark goes with the last of it, in one call: a call costs more than what it writes.
-    client.log_batch(run_id, metrics=metrics, params=params[:_MOST_PARAMS], tags=[RunTag("result_sha", mark)])
-    return run_id
 
 
 def _keep(client: Any, run: Any, files: Sequence[Path]) -> None:
