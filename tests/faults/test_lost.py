@@ -72,7 +72,7 @@ def test_one_that_hangs_before_each_load_ends_in_bounded_time(zygote: Zygote, re
     script = {"first_s": 0.005, "hang_path": "/reset"}
     ended = zygote.run(results, scripts=[script], run=[IMPATIENT, "measuring.MAX_RESTARTS = 1"])
     assert ended.code == 0 and outcomes(results) == ["timeout", "timeout"], ended.said
-    assert "it hangs" in causes(results)
+    assert "it hangs" in causes(results) and ended.said.count("bringing up ") == 2
     assert_complete(results)
 
 

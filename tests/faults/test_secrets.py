@@ -5,12 +5,14 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 from fabricate import Spec, fabricate
 from test_lost import during
 from test_workflow import ENVIRONMENT, checkout_at, kvstudy, one_line
@@ -18,7 +20,8 @@ from trial import Zygote, whole_cells
 
 from kvstudy.frameworks import serve
 from kvstudy.grid import secrets
-from kvstudy.grid.schema import Model, Vllm
+from kvstudy.grid.plan import STUDY_NAME
+from kvstudy.grid.schema import Model, Vllm, Workload
 from kvstudy.models import prepare
 from kvstudy.tracking import mlflow_sync
 
@@ -29,6 +32,7 @@ SECRETS = {
     "MLFLOW_TRACKING_URI": "http://me:p%40ssw0rd-of-tracking@127.0.0.1:9",
     "PIP_INDEX_URL": "https://robot:index-password@pypi.example/simple",
 }
+SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
 VALUES = [
     *(SECRETS[name] for name in list(SECRETS)[:3]),
     "p%40ssw0rd-of-tracking",
@@ -95,6 +99,20 @@ def test_a_configuration_cannot_take_one_along(checkout: Path, tmp_path: Path) -
     assert not held(run.stdout + run.stderr) and not (work / "results").exists()
 
 
+def test_no_option_of_a_command_takes_one() -> None:
+    """Everybody on a machine can read command lines."""
+    options = [
+        str(argument.value)
+        for path in SOURCES
+        for node in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("add_argument")
+        for argument in node.args
+        if isinstance(argument, ast.Constant)
+    ]
+    assert len(options) > 50 and {"--visit", "--port", "--uri"} <= set(options)
+    assert not [name for name in options if secrets._NAME.search(name.strip("-").replace("-", "_"))]
+
+
 @pytest.mark.parametrize(
     "argument", ["--api-key=x", "--hf_token=x", "--trust-remote-code", "--middleware=a.b", "--config=x"]
 )
@@ -119,7 +137,6 @@ def test_serving_to_others_asks_for_a_key(
 
 # --- data, never code -----------------------------------------------------------------------------
 
-SOURCES = sorted((Path(__file__).parents[2] / "src").rglob("*.py"))
 FORBIDDEN = {
     "eval": "runs text",
     "exec": "runs text",
@@ -156,6 +173,28 @@ def test_no_module_runs_what_it_reads() -> None:
             names.append((node.module or "").partition(".")[0])
         for name in names:
             assert name not in FORBIDDEN, f"{path}:{node.lineno}: {name} {FORBIDDEN[name]}"
+
+
+def test_every_path_in_a_rule_is_quoted() -> None:
+    """A results folder may be called anything; unquoted are words that the plan has checked."""
+    checked = {"wildcards.framework", "wildcards.flavour", "resources.attempt", "params.only"}
+    rules = sorted((Path(__file__).parents[2] / "workflow" / "rules").glob("*.smk"))
+    shells = [text for path in rules for text in re.findall(r"shell:\s+((?:\"[^\"]*\"\s+)+)", path.read_text())]
+    assert len(shells) > 8
+    for shell in shells:
+        bare = {name for name in re.findall(r"\{([^{}]+)\}", shell) if not name.endswith(":q")}
+        assert bare <= checked, shell
+
+
+@pytest.mark.parametrize("name", ["../up", "/abs", "a/b", "", ".", "a b", "$(id)", "a\n"])
+def test_no_name_leads_out_of_the_results(checkout: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="name"):
+        Model(name=name, source="folder", path="x", max_model_len=64)
+    workload = yaml.safe_load((checkout / "conf" / "workload" / "tiny.yaml").read_text())
+    assert Workload.model_validate(workload)
+    with pytest.raises(ValueError, match="name"):
+        Workload.model_validate(workload | {"name": name})
+    assert not STUDY_NAME.match(name)
 
 
 def test_a_model_folder_of_others_runs_nothing(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from kvstudy.frameworks import lease as leases
 from kvstudy.frameworks.base import Unavailable
 from kvstudy.frameworks.lease import lease, lock_folder, nvidia_smi, visibility, visible_gpus
 
@@ -190,12 +191,18 @@ def test_what_slurm_assigned_is_taken_and_shared_by_no_two_of_one_job(
                 assert other.gpu_ids == ("0", "1")
 
 
-def test_a_lease_without_gpus_lasts_as_long_as_the_server_that_inherited_it(machine: Path) -> None:
+def test_a_lease_without_gpus_lasts_as_long_as_the_server_that_inherited_it(
+    machine: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And who waits for it says so, over and over."""
+    said: list[str] = []
+    monkeypatch.setattr(leases, "_SAY_S", 0.02)
     with lease(0) as held:
         orphan = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], pass_fds=held.fds)
     try:
-        with pytest.raises(Unavailable, match="held the machine"), lease(0, bound_s=0.5):
+        with pytest.raises(Unavailable, match="held the machine"), lease(0, bound_s=0.5, say=said.append):
             pass
+        assert len(said) > 1 and all("waiting for another measurement to end" in line for line in said)
     finally:
         orphan.send_signal(signal.SIGKILL)
         orphan.wait()

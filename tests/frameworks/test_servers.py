@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
@@ -92,8 +93,13 @@ def test_vllm_gets_the_same_pool_and_all_it_needs(tmp_path: Path, monkeypatch: p
     assert [url.rpartition("/")[2] for url in posted] == ["reset_prefix_cache"]
     cached = VllmServer(launch(Vllm(prefix_caching=True, enforce_eager=False), tmp_path)).command()
     assert "--enable-prefix-caching" in cached and "--enforce-eager" not in cached
+    here = launch(Vllm(prefix_caching=True), tmp_path)
+    for key in (None, "sesame"):  # development endpoints are for who measures, never for a server of others
+        guarded = VllmServer(dataclasses.replace(here, api_key=key))
+        names = guarded.environment()
+        assert names.get("VLLM_API_KEY") == key and ("VLLM_SERVER_DEV_MODE" in names) == (key is None)
+        assert "sesame" not in " ".join(guarded.command())
     with pytest.raises(Unavailable, match="no vllm environment"):
-        here = launch(Vllm(), tmp_path)
         VllmServer(Launch(here.deployment, here.model_dir, CARD, tmp_path / "none", tmp_path))
 
 

@@ -108,8 +108,8 @@ rule paper:
         study=study_folder,
         results=results_folder,
     shell:
-        "kvstudy paper --study-dir {params.study} --results {params.results} --source {input.source}"
-        " --out {output.pdf} > >(tee {log}) 2>&1"
+        "kvstudy paper --study-dir {params.study:q} --results {params.results:q} --source {input.source:q}"
+        " --out {output.pdf:q} > >(tee {log:q}) 2>&1"
 
 
 rule report:
