@@ -1,8 +1,10 @@
 """What the workflow itself costs: `python -m benchmarks.workflow --cells 10000 --json`.
 
 Composing a study, Snakemake's dry run with a job a cell, the analysis of as many stored cells, tracking them, and how
-each grows from a hundredth of that. Stored cells are copies of eight whose requests are drawn here and whose numbers
-come from the code that measures; nothing here says how fast an engine is.
+each grows over two decades, from a hundredth of that. With t = a + c n^p at three sizes ten times apart, a start that
+costs the same at each, the exponent is p = log10((t3 - t2) / (t2 - t1)): 1 is linear. Stored cells are copies of ten
+whose requests are drawn here and whose numbers come from the code that measures; nothing here says how fast an engine
+is.
 
 `--overhead RESULTS --study NAME` instead reads a finished study: how much of its wall time was not spent in visits,
 and where it went.
@@ -14,6 +16,7 @@ import argparse
 import datetime
 import itertools
 import json
+import math
 import os
 import re
 import subprocess
@@ -30,10 +33,15 @@ import numpy as np
 from benchmarks.common import Row, emit
 
 ROOT = Path(__file__).resolve().parents[1]
-#: Deployments of study=quick: vllm and full once, H2O and InfiniGen at three budgets.
-DEPLOYMENTS = 8
+#: Deployments of study=quick: vllm and full once, H2O and InfiniGen at four budgets.
+DEPLOYMENTS = 10
+BUDGETS = (1.0, 0.5, 0.3, 0.2)
 RATES = (0.5, 1.0, 1.5, 2.0, 2.5)
 MIB = 1 << 20
+#: A cost that grows with this exponent at most is called linear: timings of seconds repeat to a tenth.
+LINEAR = 1.15
+#: Seconds between two decades below which an exponent is of the clock's noise.
+TELLING_S = 0.5
 #: Stages, in order, with the seconds that 10,000 cells may take.
 STAGES: dict[str, float | None] = {
     "compose": 10.0,
@@ -58,7 +66,9 @@ class Ran:
 def overrides(cells: int, *more: str) -> list[str]:
     """study=quick blown up to about `cells` cells."""
     seeds = max(1, round(cells / (DEPLOYMENTS * len(RATES))))
-    return ["study=quick", f"load.rate={','.join(map(str, RATES))}", f"seed=range(0,{seeds})", *more]
+    values = {"load.rate": RATES, "budget.share": BUDGETS}
+    axes = [f"{key}={','.join(map(str, of))}" for key, of in values.items()]
+    return ["study=quick", *axes, f"seed=range(0,{seeds})", *more]
 
 
 def run(*command: str) -> Ran:
@@ -206,27 +216,41 @@ def costs(cells: int, work: Path, stages: Sequence[str]) -> tuple[int, dict[str,
 
 
 def scale(cells: int, stages: Sequence[str]) -> list[Row]:
-    """Rows at `cells`, and the growth from a hundredth of them."""
+    """Rows at `cells`, a tenth and a hundredth of them, and each stage's growth between."""
     with tempfile.TemporaryDirectory(prefix="kvstudy-bench-") as folder:
-        few, small = costs(max(40, cells // 100), Path(folder), stages)
-        many, large = costs(cells, Path(folder), stages)
+        sizes = [costs(asked, Path(folder), stages) for asked in (cells // 100, cells // 10, cells)]
+    counts = [count for count, _ in sizes]
+    if counts[0] * 100 != counts[2] or counts[1] * 10 != counts[2]:
+        raise SystemExit(f"{counts} cells are no decades: --cells takes multiples of 5,000")
+    most = counts[-1]
     rows = []
-    for name, ran in large.items():
+    for name, ran in sizes[-1][1].items():
         target = STAGES[name]
-        met = None if target is None else ran.seconds <= target * max(1.0, many / 10_000)
-        rows.append(Row(f"{name}, {many} cells", ran.seconds, "s", target=target, met=met))
-        rows.append(Row(f"{name}, {few} cells", small[name].seconds, "s"))
-        more = (ran.seconds - small[name].seconds) / (many - few)
-        rows.append(Row(f"{name}, each further cell", 1e3 * more, "ms"))
-    if "analyse" in large:
-        peak = large["analyse"].peak_mib
-        rows.append(Row(f"analyse, {many} cells: peak memory", peak, "MiB", target=2000.0, met=peak < 2000.0))
-    if "dry run" in large:
-        rows.append(Row(f"dry run, {many} cells: peak memory", large["dry run"].peak_mib, "MiB"))
-    if "track" in large:
-        rate = (many - few) / (large["track"].seconds - small["track"].seconds)
-        rows.append(Row(f"track, {few} to {many} cells", rate, "runs/s", target=40.0, met=rate >= 40.0))
+        seconds = [found[name].seconds for _, found in sizes]
+        met = None if target is None else ran.seconds <= target * max(1.0, most / 10_000)
+        beside = {f"{count}_cells_s": at for count, at in zip(counts, seconds, strict=True)}
+        rows.append(Row(f"{name}, {most} cells", ran.seconds, "s", target=target, met=met, beside=beside))
+        rows.append(growth(name, seconds))
+    largest = sizes[-1][1]
+    if "analyse" in largest:
+        peak = largest["analyse"].peak_mib
+        rows.append(Row(f"analyse, {most} cells: peak memory", peak, "MiB", target=2000.0, met=peak < 2000.0))
+    if "dry run" in largest:
+        rows.append(Row(f"dry run, {most} cells: peak memory", largest["dry run"].peak_mib, "MiB"))
+    if "track" in largest:
+        (some, before), (many, after) = sizes[1:]
+        rate = (many - some) / (after["track"].seconds - before["track"].seconds)
+        rows.append(Row(f"track, {some} to {many} cells", rate, "runs/s", target=40.0, met=rate >= 40.0))
     return rows
+
+
+def growth(name: str, seconds: Sequence[float]) -> Row:
+    """The exponent of a stage's cost (module docstring); without a verdict where a decade adds too little to tell."""
+    first, second = seconds[1] - seconds[0], seconds[2] - seconds[1]
+    telling = first > 0 and second > TELLING_S
+    exponent = math.log10(second / first) if telling else None
+    met = exponent <= LINEAR if exponent is not None and first > TELLING_S else None
+    return Row(f"{name}: grows as cells to the power of", exponent, "", target=LINEAR, met=met)
 
 
 # --- a finished study ----------------------------------------------------------------------------

@@ -31,7 +31,7 @@ ENGINE_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "aiohttp", "u
 
 
 #: A study's name is a folder's.
-STUDY_NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,99}$")
+STUDY_NAME = re.compile(r"^[a-z0-9][a-z0-9._-]{0,99}\Z")
 RESERVED = frozenset(
     {"plan", "models", "workloads", "environments", "store", "quality", "tracking", "logs", "mlartifacts"}
 )
@@ -118,11 +118,11 @@ def _fork_pins(root: Path) -> dict[str, dict[str, str]]:
     return pins
 
 
-def _matches(config: dict[str, Any], when: dict[str, Any]) -> bool:
+def _matches(cell: Deployment, when: dict[str, Any]) -> bool:
     for key, wanted in when.items():
-        value: Any = config
+        value: Any = cell
         for part in key.split("."):
-            value = value.get(part) if isinstance(value, dict) else None
+            value = getattr(value, part, None)  # a key that an option does not have
         if isinstance(wanted, dict):
             for word, bound in wanted.items():
                 if word not in ("below", "above"):
@@ -192,9 +192,8 @@ def make_plan(conf: Path, overrides: list[str]) -> Plan:
         else:
             _check_size(cell)
             reason = unsupported(cell) or _too_long(cell)
-        dumped = cell.model_dump(mode="json")
         for rule in study.leave_out:
-            if _matches(dumped, rule["when"]):
+            if _matches(cell, rule["when"]):
                 reason = rule["reason"]
         if reason:
             left_out[cell.cell_slug] = reason

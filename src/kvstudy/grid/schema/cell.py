@@ -100,7 +100,7 @@ class QualityCell(Deployment):
     quality: Quality
     seed: int = Field(ge=0)
 
-    @property
+    @cached_property
     def deployment(self) -> Deployment:
         """The part of the cell that is brought up: the same key as that of the cells that measure its speed."""
         return Deployment(**{name: getattr(self, name) for name in Deployment.model_fields})
@@ -110,7 +110,7 @@ class QualityCell(Deployment):
         """Readable part of the cell's name."""
         return f"{self.slug}_q-{self.quality.name}_s{self.seed}"
 
-    @property
+    @cached_property
     def cell_id(self) -> str:
         """Readable name and hash of the resolved config: the cell's folder in the store."""
         return f"{self.cell_slug}-{content_hash(self)}"
