@@ -35,6 +35,7 @@ def test_at_a_random_moment(zygote: Zygote, results: Path, seed: int) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 def test_at_fifty_random_moments(zygote: Zygote, tmp_path: Path) -> None:
     codes = [
         killed_and_run_again(zygote, tmp_path / str(number) / "results", after_s=moment)
@@ -58,6 +59,7 @@ def test_at_a_random_write(zygote: Zygote, results: Path, writes: int, how: str)
 
 
 @pytest.mark.long
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("how", ["before", "in"])
 def test_at_every_write(zygote: Zygote, tmp_path: Path, writes: int, how: str) -> None:
     """After a write is before the next."""

@@ -207,10 +207,11 @@ def small_tmpfs(folder: Path, size: str) -> bool:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("size", ["200k", "3m", "9m"])
+@pytest.mark.parametrize("size", ["200k", "3m", "5m"])
 def test_a_disk_that_fills_is_one_line_and_the_study_goes_on_when_there_is_room(
     work: Path, tmp_path: Path, size: str
 ) -> None:
+    """While the model is made, figures are drawn, runs are tracked."""
     results = work / "results"
     if not small_tmpfs(results, size):
         pytest.skip("needs the right to mount a file system")
@@ -218,16 +219,15 @@ def test_a_disk_that_fills_is_one_line_and_the_study_goes_on_when_there_is_room(
         full = snakemake(work, xdg=tmp_path)
         said = full.stderr + full.stdout
         assert full.returncode != 0 and "Traceback" not in said, said
-        assert "make room and run again" in said or "No space left" in said
-        with contextlib.suppress(FileNotFoundError):
-            kept = whole_cells(results)
+        assert any(word in said for word in ("make room and run again", "No space left", "disk is full")), said
+        kept = whole_cells(results)
         subprocess.run(["mount", "-o", "remount,size=500m", str(results)], check=True)
         done = snakemake(work, xdg=tmp_path)
         assert done.returncode == 0, done.stderr
         cells = whole_cells(results)
         assert len(cells) == 6 and {name: cells[name] for name in kept} == kept
     finally:
-        subprocess.run(["umount", str(results)], check=True)
+        subprocess.run(["umount", "--lazy", str(results)], check=True)  # who is interrupted leaves it busy
 
 
 def test_yaml_of_others_is_data(here: Here, work: Path) -> None:

@@ -16,7 +16,10 @@ chmod 700 "$folder"/{state,spool}
 
 # GPUs are character devices (copies of /dev/null): SLURM sets CUDA_VISIBLE_DEVICES for nothing less.
 for i in $(seq 0 $((gpus - 1))); do
-  [ -c "$folder/dev/fakegpu$i" ] || mknod "$folder/dev/fakegpu$i" c 1 3
+  [ -c "$folder/dev/fakegpu$i" ] || mknod "$folder/dev/fakegpu$i" c 1 3 || {
+    echo "up.sh: no device may be made here (a container without CAP_MKNOD)" >&2
+    exit 77
+  }
 done
 echo "Name=gpu Type=fake File=$folder/dev/fakegpu[0-$((gpus - 1))]" >"$folder/etc/gres.conf"
 storage="AccountingStorageType=accounting_storage/none"
