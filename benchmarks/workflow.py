@@ -2,9 +2,9 @@
 
 Composing a study, Snakemake's dry run with a job a cell, the analysis of as many stored cells, tracking them, and how
 each grows over two decades, from a hundredth of that. With t = a + c n^p at three sizes ten times apart, a start that
-costs the same at each, the exponent is p = log10((t3 - t2) / (t2 - t1)): 1 is linear. Stored cells are copies of ten
-whose requests are drawn here and whose numbers come from the code that measures; nothing here says how fast an engine
-is.
+costs the same at each, the exponent is p = log10((t3 - t2) / (t2 - t1)): 1 is linear. It is of CPU time, which others
+on the machine disturb less; targets are of wall time. Stored cells are copies of ten whose requests are drawn here and
+whose numbers come from the code that measures; nothing here says how fast an engine is.
 
 `--overhead RESULTS --study NAME` instead reads a finished study: how much of its wall time was not spent in visits,
 and where it went.
@@ -56,9 +56,10 @@ STAGES: dict[str, float | None] = {
 
 @dataclass(frozen=True)
 class Ran:
-    """What a command took."""
+    """What a command took: wall time, CPU time of it and its children, its largest resident memory."""
 
     seconds: float
+    cpu_s: float
     peak_mib: float
     output: str
 
@@ -84,7 +85,7 @@ def run(*command: str) -> Ran:
         text = out.read().decode(errors="replace")
     if process.returncode:
         raise SystemExit(f"{' '.join(command[:6])} ... failed:\n{text[-2000:]}")
-    return Ran(seconds, usage.ru_maxrss / 1024, text)
+    return Ran(seconds, usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024, text)
 
 
 def kvstudy(*arguments: str) -> Ran:
@@ -226,11 +227,11 @@ def scale(cells: int, stages: Sequence[str]) -> list[Row]:
     rows = []
     for name, ran in sizes[-1][1].items():
         target = STAGES[name]
-        seconds = [found[name].seconds for _, found in sizes]
+        spent = [found[name].cpu_s for _, found in sizes]
         met = None if target is None else ran.seconds <= target * max(1.0, most / 10_000)
-        beside = {f"{count}_cells_s": at for count, at in zip(counts, seconds, strict=True)}
+        beside = {f"cpu_s_{count}_cells": at for count, at in zip(counts, spent, strict=True)}
         rows.append(Row(f"{name}, {most} cells", ran.seconds, "s", target=target, met=met, beside=beside))
-        rows.append(growth(name, seconds))
+        rows.append(growth(name, spent))
     largest = sizes[-1][1]
     if "analyse" in largest:
         peak = largest["analyse"].peak_mib
@@ -245,7 +246,7 @@ def scale(cells: int, stages: Sequence[str]) -> list[Row]:
 
 
 def growth(name: str, seconds: Sequence[float]) -> Row:
-    """The exponent of a stage's cost (module docstring); without a verdict where a decade adds too little to tell."""
+    """The exponent of a stage's CPU time, as above; without a verdict where a decade adds too little to tell."""
     first, second = seconds[1] - seconds[0], seconds[2] - seconds[1]
     telling = first > 0 and second > TELLING_S
     exponent = math.log10(second / first) if telling else None
