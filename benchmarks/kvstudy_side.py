@@ -158,22 +158,32 @@ class Kvstudy:
         params = SamplingParams(max_tokens=1, ignore_eos=True)
         return [_timed(lambda: self.engine.generate([prompt], params, policy))]
 
-    def join(self, batch: int, context: int, arriving: int, tokens: int) -> dict[str, list[float]]:
-        """Gaps between the tokens of decoding requests: undisturbed, and while a prompt arrives among them.
+    def join(
+        self, batch: int, context: int, arriving: int, chunk: int, gaps: int, alone_first: bool
+    ) -> dict[str, list[float]]:
+        """Seconds of steps in which requests decode undisturbed (`calm`), and in which a prompt joins them (`busy`).
 
-        Also the seconds of one of the prompt's chunks alone (`chunk`): the last, which attends to the most.
+        As many of either as `gaps`; the first of `busy` have one of the prompt's chunks each. `alone` are the same
+        prompt's chunks with nobody else there, measured before or after.
         """
-        self.begin(batch, context, 2 * tokens)
-        calm = self.decode(tokens)
-        self.engine.submit([7] * arriving, SamplingParams(max_tokens=1, ignore_eos=True), "full")
-        busy = self.decode(tokens)
+        scheduler = self.engine.scheduler
+        scheduler.config = self.engine.config.model_copy(update={"max_prefill_tokens": chunk})
+
+        def arrive() -> None:
+            self.engine.submit([7] * arriving, SamplingParams(max_tokens=1, ignore_eos=True), "full")
+
+        def alone() -> list[float]:
+            scheduler.running = []
+            arrive()
+            return [_timed(self.engine.step) for _ in range(-(-arriving // chunk))]
+
+        found = {"alone": alone()} if alone_first else {}
+        self.begin(batch, context, 2 * gaps)
+        found["calm"] = self.decode(gaps)
+        arrive()
+        found["busy"] = self.decode(gaps)
         self.end()
-        self.engine.scheduler.running = []
-        self.engine.submit([7] * arriving, SamplingParams(max_tokens=1, ignore_eos=True), "full")
-        chunks = []
-        while self.engine.has_work():
-            chunks.append(_timed(self.engine.step))
-        return {"calm": calm, "busy": busy, "chunk": chunks}
+        return found if alone_first else found | {"alone": alone()}
 
     def admitted(self, policy: str, prompt: int, output: int) -> dict[str, float]:
         """How many such requests the pools admit: at once, and one after another, each past its prompt before the next.
