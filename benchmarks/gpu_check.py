@@ -1,10 +1,13 @@
-"""Whether the engine is right and fast on a GPU: `PYTHONPATH=src:. python benchmarks/gpu_check.py [--json FILE]`.
+"""Whether the engine is right and fast on a GPU: `PYTHONPATH=src:. python benchmarks/gpu_check.py [--json [FILE]]`.
 
-Needs torch, transformers and numpy, nothing else of this project's environment, and ends within eight minutes: what has
-no time left is skipped, and said to be. First every policy on the GPU against plain torch on the CPU, in float32, with
-random weights: each output token is forced, and the logits that it would have been chosen from are compared. Then the
-rows of `engine.py` that need no vLLM, with random weights of a Llama of about a billion parameters in bfloat16
-(`--device cpu`: a small one, to see that this program works).
+Needs torch, transformers and numpy, nothing else of this project's environment, and ends within eight minutes: a step
+is not begun where little time is left, and one that does not end is ended with the program. What was not run, or broke,
+is in the output like what was not met, and the exit code is 0 only where there is none of the three.
+
+First every policy on the GPU against plain torch on the CPU, in float32, with random weights: each output token is
+forced, and the logits that it would have been chosen from are compared. Then the rows of `engine.py` that need no vLLM,
+with random weights of a Llama of about a billion parameters in bfloat16 (`--device cpu`: a small one, to see that this
+program works; its times mean nothing).
 
 A policy chooses entries by scores, and where two scores are closer than rounding the devices may choose differently; so
 a row is met when the logits of 97 tokens in 100 are within 1e-2 of their spread.
@@ -14,12 +17,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,12 +39,14 @@ except ImportError:
     sys.modules["pydantic"] = plain_pydantic
 
 from benchmarks.common import Row
-from kvstudy.engine import policies
 from kvstudy.engine.config import Budget, EngineConfig
 from kvstudy.engine.core import Engine
-from kvstudy.engine.request import SamplingParams
+from kvstudy.engine.request import Request, SamplingParams
 
 LIMIT_S = 480.0
+LEAST_S = 20.0
+"""No step is begun with less time than this left."""
+Step = Callable[[], Iterator[Row]]
 POLICIES: dict[str, tuple[str, dict[str, Any]]] = {
     "full": ("full", {}),
     "offload": ("offload", {}),
@@ -93,18 +101,19 @@ LARGE = {
 
 
 class Check:
-    """A device, a clock, and rows."""
+    """A device, an engine on it, and what it measured so far."""
 
-    def __init__(self, device: str, limit_s: float) -> None:
+    whole: Engine
+    """All policies over a large model: the rows of speed."""
+
+    def __init__(self, device: str, folder: Path) -> None:
         self.device = device
-        self.end = time.monotonic() + limit_s
         self.small = device == "cpu"
-        self.folder = Path(tempfile.mkdtemp(prefix="kvstudy-gpu-check-"))
-
-    @property
-    def left_s(self) -> float:
-        """Seconds left."""
-        return self.end - time.monotonic()
+        self.folder = folder
+        self.rate = float("nan")
+        self.decoded: dict[tuple[str, int, int], Decoded] = {}
+        self.peaks: dict[int, int] = {}
+        self.short, self.long = (64, 256) if self.small else (256, 4096)
 
     def engine(self, shape: dict[str, Any], device: str, **options: Any) -> Engine:
         """An engine with random weights of a shape: drawn on the CPU, so that every device has the same."""
@@ -118,16 +127,30 @@ class Check:
         }
         return Engine(EngineConfig(**(defaults | options)))
 
-    # -- right? ------------------------------------------------------------------------------------------------
-
-    def correctness(self) -> Iterator[Row]:
-        """Every policy, GPU against CPU."""
+    def steps(self) -> Iterator[tuple[str, Step]]:
+        """Everything in order, each a name and what yields its rows: right first, then fast."""
         for model, shape in MODELS.items():
             for label, (policy, options) in POLICIES.items():
-                if policy in policies.names():
-                    yield self.same(f"{model}, {label}: logits as on the CPU", shape, policy, options)
+                name = f"{model}, {label}: logits as on the CPU"
+                yield name, partial(self.same, name, shape, policy, options)
+        yield "a model of a billion parameters", self.load
+        yield "decode full 8 x 16 (t0)", partial(self.decode_row, 8, 16)
+        for batch, context in ((1, self.short), (8, self.short), (32, self.short), (8, self.long)):
+            yield f"decode full {batch} x {context}", partial(self.decode_row, batch, context)
+        for policy in ("h2o", "infinigen", "offload"):
+            yield f"decode {policy} 8 x {self.long}", partial(self.policy_row, policy)
+        yield "h2o 0.2: time for bytes", self.h2o_rows
+        yield "infinigen 0.2 against offload", self.offload_row
+        yield "h2o at 512 entries", self.flat
+        for length in (64, 512) if self.small else (512, 4096):
+            yield f"prefill {length}", partial(self.prefill, length)
+        yield "join", self.join
+        for length in (512, 1024) if self.small else (8192, 16384, 32768):
+            yield f"prefill workspace {length}", partial(self.workspace, length)
 
-    def same(self, name: str, shape: dict[str, Any], policy: str, options: dict[str, Any]) -> Row:
+    # -- right? ------------------------------------------------------------------------------------------------
+
+    def same(self, name: str, shape: dict[str, Any], policy: str, options: dict[str, Any]) -> Iterator[Row]:
         """Three requests that join one another, the same on both."""
         logits = []
         for device, kernels in ((self.device, True), ("cpu", False)):
@@ -156,118 +179,147 @@ class Check:
             logits.append(torch.stack([row for request in requests for row in request.logits]))
         off = (logits[0] - logits[1]).abs().amax(-1) / logits[1].std(-1)
         alike = float((off < 1e-2).float().mean())
-        return Row(name, alike, "of tokens", float(off.median()), 0.97, alike >= 0.97)
+        yield Row(name, alike, "of tokens", float(off.median()), 0.97, alike >= 0.97)
 
     # -- fast? -------------------------------------------------------------------------------------------------
 
-    def speed(self) -> Iterator[Row]:
-        """Decoding, prompts, memory."""
+    def load(self) -> Iterator[Row]:
+        """The engine of all rows that follow, and the rate at which the device reads its pool."""
         shape = {**LARGE, "num_hidden_layers": 4, "hidden_size": 256, "intermediate_size": 512} if self.small else LARGE
-        contexts = [64, 256] if self.small else [256, 4096]
-        engine = self.engine(
+        self.whole = self.engine(
             shape,
             self.device,
-            other_policies=self.others(),
+            other_policies={"h2o": {}, "infinigen": {"skew": "none", "alpha": 99.0}, "offload": {}},
             budget=Budget(share=0.2),
             kv_memory_bytes=(1 << 28) if self.small else (16 << 30),
             host_kv_memory_bytes=(1 << 28) if self.small else (8 << 30),
             max_num_seqs=64,
             max_prefill_tokens=4096,
         )
-        kv = engine.device_pool.kv
-        rate = self.read_rate(kv)
-        yield Row("memory read", rate / 1e9, "GB/s")
-        short, long = contexts
-        token = engine.device_pool.entry_bytes * engine.model.geometry.layers
-        floor = self.decode(engine, 8, 16)
-        yield Row("decode full 8 x 16 (t0)", floor.seconds * 1e3, "ms/step")
-        for batch, context in ((1, short), (8, short), (32, short), (8, long)):
-            found = self.decode(engine, batch, context)
-            limit = (engine.model.weight_bytes + batch * context * token) / rate
-            yield Row(f"decode full {batch} x {context}", found.seconds * 1e3, "ms/step", limit / found.seconds)
-        whole = found
-        sparse = self.decode(engine, 8, long, "h2o")
-        share = sparse.held / whole.held
-        yield Row(f"decode h2o 0.2, 8 x {long}", sparse.seconds * 1e3, "ms/step", whole.seconds / sparse.seconds)
-        most = share / 0.7 * max(whole.seconds - floor.seconds, 0.0)
+        words = self.whole.device_pool.kv.view(torch.int32).flatten()[: 1 << 28]
+        self.rate = words.numel() * 4 / min(timed(lambda: words.max().item()) for _ in range(5))
+        yield Row("memory read", self.rate / 1e9, "GB/s")
+
+    @property
+    def token_bytes(self) -> int:
+        """KV of a token, all layers."""
+        return self.whole.device_pool.entry_bytes * self.whole.model.geometry.layers
+
+    def decode_row(self, batch: int, context: int) -> Iterator[Row]:
+        """The whole cache; the ratio is to the time that reading weights and KV alone takes."""
+        found = self.decode(batch, context)
+        limit = (self.whole.model.weight_bytes + batch * context * self.token_bytes) / self.rate
+        yield Row(f"decode full {batch} x {context}", found.seconds * 1e3, "ms/step", limit / found.seconds)
+
+    def policy_row(self, policy: str) -> Iterator[Row]:
+        """A policy at the long context; the ratio is to the whole cache."""
+        found, whole = self.decode(8, self.long, policy), self.decoded["full", 8, self.long]
+        name = f"decode {policy}{'' if policy == 'offload' else ' 0.2'}, 8 x {self.long}"
+        yield Row(name, found.seconds * 1e3, "ms/step", whole.seconds / found.seconds)
+
+    def h2o_rows(self) -> Iterator[Row]:
+        """What H2O's bytes save in time, and that it holds as many as its rule says."""
+        floor, whole, sparse = (
+            self.decoded[of] for of in (("full", 8, 16), ("full", 8, self.long), ("h2o", 8, self.long))
+        )
+        most = sparse.held / whole.held / 0.7 * max(whole.seconds - floor.seconds, 0.0)
         extra = sparse.seconds - floor.seconds
         yield Row("h2o 0.2: t(b) - t0", extra * 1e3, "ms", extra / most if most else None, most * 1e3, extra <= most)
-        kept = 8 * int(0.2 * long) * token
-        off = sparse.held / kept
-        yield Row(f"KV held, h2o 0.2, 8 x {long}", sparse.held, "bytes", off, 1.0, abs(off - 1) < 0.01)
-        guessed = self.decode(engine, 8, long, "infinigen")
-        yield Row(
-            f"decode infinigen 0.2, 8 x {long}", guessed.seconds * 1e3, "ms/step", whole.seconds / guessed.seconds
-        )
-        if "offload" in policies.names():
-            moved = self.decode(engine, 8, long, "offload")
-            faster = moved.seconds / guessed.seconds
-            yield Row(f"decode offload, 8 x {long}", moved.seconds * 1e3, "ms/step", faster, 1.5, faster >= 1.5)
-        for length in (64, 512) if self.small else (512, 4096):
-            seconds = [self.prefill(engine, length) for _ in range(3)]
-            yield Row(f"prefill {length}", length / statistics.median(seconds), "tok/s")
-        yield from self.workspace(engine)
+        off = sparse.held / (8 * int(0.2 * self.long) * self.token_bytes)
+        yield Row(f"KV held, h2o 0.2, 8 x {self.long}", sparse.held, "bytes", off, 1.0, abs(off - 1) < 0.01)
 
-    def others(self) -> dict[str, dict[str, Any]]:
-        """Policies beside `full` in the engine whose speed is measured."""
-        wanted: dict[str, dict[str, Any]] = {"h2o": {}, "infinigen": {"skew": "none", "alpha": 99.0}, "offload": {}}
-        return {name: options for name, options in wanted.items() if name in policies.names()}
+    def offload_row(self) -> Iterator[Row]:
+        """InfiniGen against the whole cache, both on the host."""
+        guessed, moved = self.decoded["infinigen", 8, self.long], self.decoded["offload", 8, self.long]
+        faster = moved.seconds / guessed.seconds
+        yield Row(f"infinigen 0.2 / offload, 8 x {self.long}", faster, "times as fast", faster, 1.5, faster >= 1.5)
 
-    def read_rate(self, kv: torch.Tensor) -> float:
-        """Bytes a second at which the device reads the pool."""
-        words = kv.view(torch.int32).flatten()
-        words = words[: 1 << 28]
+    def flat(self) -> Iterator[Row]:
+        """At a fixed number of entries H2O's step does not depend on the context."""
+        entries, contexts = (32, (128, 256)) if self.small else (512, (1024, 8192))
+        share = self.whole.context.budget
+        self.whole.context.budget = Budget(share=entries, of="tokens")  # asked anew for each request
+        try:
+            near, far = (self.decode(8, context, "h2o").seconds for context in contexts)
+        finally:
+            self.whole.context.budget = share
+        name = f"h2o {entries} entries, 8 x {contexts[1]} / 8 x {contexts[0]}"
+        yield Row(name, far * 1e3, "ms/step", far / near, 1.05, far / near < 1.05)
 
-        def read() -> None:
-            words.max().item()
-
-        return words.numel() * 4 / min(timed(read) for _ in range(5))
-
-    def decode(self, engine: Engine, batch: int, context: int, policy: str = "full") -> Decoded:
+    def decode(self, batch: int, context: int, policy: str = "full") -> Decoded:
         """Median seconds of a decode step of so many requests, their prompts read, and the KV that they hold."""
-        params = SamplingParams(max_tokens=24, ignore_eos=True)
+        requests = self.begin(batch, context, 24, policy)
+        held = self.whole.device_pool.live_bytes
+        seconds = []
+        while all(not request.is_finished for request in requests):
+            seconds.append(timed(self.whole.step))
+        run(self.whole)
+        self.decoded[policy, batch, context] = found = Decoded(statistics.median(seconds[:-1]), held)
+        return found
+
+    def begin(self, batch: int, context: int, tokens: int, policy: str = "full") -> list[Request]:
+        """Requests that have their first tokens."""
+        self.clear()
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
         draw = torch.Generator().manual_seed(context)
         requests = [
-            engine.submit(torch.randint(0, 1000, (context,), generator=draw).tolist(), params, policy)
+            self.whole.submit(torch.randint(0, 1000, (context,), generator=draw).tolist(), params, policy)
             for _ in range(batch)
         ]
         while any(len(request.output) < 4 for request in requests):
-            engine.step()
-        held = engine.device_pool.live_bytes
-        seconds = []
-        while all(not request.is_finished for request in requests):
-            seconds.append(timed(engine.step))
-        run(engine)
-        return Decoded(statistics.median(seconds[:-1]), held)
+            self.whole.step()
+        return requests
 
-    def prefill(self, engine: Engine, length: int) -> float:
-        """Seconds to the first token of a prompt."""
-        prompt = torch.randint(0, 1000, (length,)).tolist()
-        return timed(lambda: engine.generate([prompt], SamplingParams(max_tokens=1, ignore_eos=True)))
+    def clear(self) -> None:
+        """Drop what a step that broke has left behind."""
+        for request in [*self.whole.scheduler.running, *self.whole.scheduler.waiting]:
+            self.whole.abort(request)
 
-    def workspace(self, engine: Engine) -> Iterator[Row]:
+    def prefill(self, length: int) -> Iterator[Row]:
+        """Tokens a second to the first token of a prompt."""
+        seconds = statistics.median(timed(partial(self.read, length)) for _ in range(3))
+        yield Row(f"prefill {length}", length / seconds, "tok/s")
+
+    def read(self, length: int, policy: str = "full") -> None:
+        """A prompt and its first token."""
+        self.clear()
+        self.whole.generate([[7] * length], SamplingParams(max_tokens=1, ignore_eos=True), policy)
+
+    def join(self) -> Iterator[Row]:
+        """Eight decode and a long prompt joins: what a step with a chunk takes beyond one without, by the chunk."""
+        engine, chunk = self.whole, self.long // 8
+        requests = self.begin(8, self.short, 32)
+        usual = engine.scheduler.config
+        engine.scheduler.config = usual.model_copy(update={"max_prefill_tokens": chunk})
+        try:
+            calm = [timed(engine.step) for _ in range(8)]
+            last = SamplingParams(max_tokens=1, ignore_eos=True)
+            engine.submit([7] * self.long, last, "full")
+            busy = [timed(engine.step) for _ in range(8)]
+            for request in requests:
+                engine.abort(request)
+            engine.submit([7] * self.long, last, "full")
+            alone = [timed(engine.step) for _ in range(8)]
+        finally:
+            engine.scheduler.config = usual
+        raised = max(busy) - max(calm)
+        share = raised / max(alone)
+        yield Row(f"{self.long} joins 8 x {self.short}: ITL raised", raised * 1e3, "ms", share, 1.0, share <= 1.0)
+
+    def workspace(self, length: int) -> Iterator[Row]:
         """Bytes that a prompt takes beside the pool, as torch's allocator has it: twice for twice the tokens."""
+        name = f"prefill workspace, h2o, {length}"
         if self.device != "cuda":
+            self.read(length, "h2o")
+            yield Row(f"{name}: only CUDA's allocator counts it", None, "bytes")
             return
-        peaks = {}
-        for length in (8192, 16384, 32768):
-            if self.left_s < 60:
-                yield Row(f"prefill workspace {length}: no time left", None, "bytes")
-                return
-            torch.cuda.reset_peak_memory_stats()
-            before = torch.cuda.memory_allocated()
-            engine.generate([[7] * length], SamplingParams(max_tokens=1, ignore_eos=True), "h2o")
-            peaks[length] = torch.cuda.max_memory_allocated() - before
-            grows = peaks[length] / peaks[length // 2] if length // 2 in peaks else None
-            met = None if grows is None else grows < 2.2
-            yield Row(
-                f"prefill workspace, h2o, {length}",
-                peaks[length],
-                "bytes",
-                grows,
-                2.2 if met is not None else None,
-                met,
-            )
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        self.read(length, "h2o")
+        self.peaks[length] = torch.cuda.max_memory_allocated() - before
+        half = self.peaks.get(length // 2)
+        grows = None if half is None else self.peaks[length] / half
+        yield Row(name, self.peaks[length], "bytes", grows, *((None, None) if grows is None else (2.2, grows < 2.2)))
 
 
 @dataclass(frozen=True)
@@ -314,41 +366,102 @@ def describe(device: str) -> dict[str, Any]:
     return found
 
 
+class Report:
+    """What was found, said as it comes and written where it was asked for."""
+
+    def __init__(self, machine: dict[str, Any], limit_s: float, out: str | None) -> None:
+        self.machine = machine
+        self.out = out
+        self.begin = time.monotonic()
+        self.limit_s = limit_s
+        self.rows: list[Row] = []
+        self.skipped: list[str] = []
+        self.at = ""
+        self.say(json.dumps(machine))
+
+    @property
+    def left_s(self) -> float:
+        """Seconds left."""
+        return self.begin + self.limit_s - time.monotonic()
+
+    def run(self, name: str, step: Step) -> None:
+        """Take a step, if there is time; what it raises is a row that was not met."""
+        self.at = name
+        if self.left_s < LEAST_S:
+            self.skipped.append(name)
+            return
+        try:
+            for row in step():
+                self.add(row)
+        except Exception as error:
+            self.add(broken(name, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"))
+
+    def add(self, row: Row) -> None:
+        """Note a row."""
+        self.rows.append(row)
+        value = "NA" if row.value is None else f"{row.value:.5g}"
+        ratio = "" if row.ratio is None else f"  ({row.ratio:.3g})"
+        target = "" if row.target is None else f" target {row.target:.3g}:"
+        met = "" if row.met is None else f" {target} {'met' if row.met else 'NOT MET'}"
+        self.say(f"{row.name:55} {value:>10} {row.unit}{ratio}{met}")
+        if self.out not in (None, "-"):
+            Path(str(self.out)).write_text(self.text())
+
+    def say(self, line: str) -> None:
+        """To standard output, or beside it where that is for JSON."""
+        print(line, file=sys.stderr if self.out == "-" else sys.stdout, flush=True)
+
+    def text(self) -> str:
+        """Everything, as JSON."""
+        found = {"machine": self.machine, "rows": [asdict(row) for row in self.rows], "skipped": self.skipped}
+        return json.dumps(found | {"seconds": time.monotonic() - self.begin}, indent=1)
+
+    def end(self) -> int:
+        """Say how it went; the exit code."""
+        missed = sum(row.met is False for row in self.rows)
+        for name in self.skipped:
+            self.say(f"{name}: skipped, no time left")
+        took = time.monotonic() - self.begin
+        self.say(f"gpu_check: {len(self.rows)} rows, {missed} not met, {len(self.skipped)} skipped, {took:.0f} s")
+        if self.out == "-":
+            print(self.text(), flush=True)
+        elif self.out is not None:
+            Path(self.out).write_text(self.text())
+        return 1 if missed or self.skipped else 0
+
+    def overrun(self) -> None:
+        """End the program, whatever it does: its time is over."""
+        self.add(broken(self.at, f"did not end within the {self.limit_s:g} s that there are"))
+        os._exit(self.end())
+
+
+def broken(name: str, why: str) -> Row:
+    """The row of a step that gave none."""
+    return Row(f"{name}: {why}", None, "", met=False)
+
+
 def main() -> int:
-    """Exit code 0: everything met; 1: a row was not; 2: no such device."""
+    """Exit code 0: everything was run and met; 1: something was not; 2: no such device."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
     parser.add_argument("--seconds", type=float, default=LIMIT_S, help="time that it may take (default %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there, after each row")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="JSON on standard output, or in a file after each row"
+    )
     options = parser.parse_args()
     if options.device == "cuda" and not torch.cuda.is_available():
         print("gpu_check: torch sees no CUDA device here (--device cpu tries the program itself)", file=sys.stderr)
         return 2
-    machine = describe(options.device)
-    print(json.dumps(machine), flush=True)
-    check = Check(options.device, options.seconds)
-    found: list[Row] = []
-    for part in (check.correctness, check.speed):
-        for row in part():
-            found.append(row)
-            say(row)
-            if options.json is not None:
-                everything = {"machine": machine, "rows": [asdict(item) for item in found]}
-                options.json.write_text(json.dumps(everything, indent=1))
-            if check.left_s < 20:
-                print(f"gpu_check: {options.seconds:g} s are over; the rest of {part.__name__} is skipped", flush=True)
-                break
-    missed = [row.name for row in found if row.met is False]
-    print(f"gpu_check: {len(found)} rows, {len(missed)} not met, {options.seconds - check.left_s:.0f} s", flush=True)
-    return 1 if missed else 0
-
-
-def say(row: Row) -> None:
-    """A row as a line."""
-    value = "NA" if row.value is None else f"{row.value:.5g}"
-    ratio = "" if row.ratio is None else f"  ({row.ratio:.3g})"
-    met = "" if row.met is None else f"  target {row.target:.3g}: {'met' if row.met else 'NOT MET'}"
-    print(f"{row.name:55} {value:>10} {row.unit}{ratio}{met}", flush=True)
+    report = Report(describe(options.device), options.seconds, options.json)
+    bound = threading.Timer(options.seconds, report.overrun)
+    bound.daemon = True
+    bound.start()
+    with tempfile.TemporaryDirectory(prefix="kvstudy-gpu-check-") as folder:
+        check = Check(options.device, Path(folder))
+        for name, step in check.steps():
+            report.run(name, step)
+    bound.cancel()
+    return report.end()
 
 
 if __name__ == "__main__":

@@ -61,3 +61,9 @@ class BaseModel:
     def model_validate(cls, given: Any) -> Any:
         """An instance from a dict; anything else is returned as it is."""
         return cls(**given) if isinstance(given, dict) else given
+
+    def model_copy(self, *, update: dict[str, Any]) -> Any:
+        """The same with some attributes changed."""
+        other = copy.copy(self)
+        vars(other).update(update)
+        return other
