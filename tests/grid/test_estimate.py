@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvstudy.grid.estimate import estimate
 from kvstudy.grid.plan import make_plan, project_root
 
@@ -14,6 +16,12 @@ def test_a_plan_takes_at_least_what_its_loads_last() -> None:
     found = estimate(plan)
     assert loads < found.wall_s < 10 * loads and found.gpu_s == 0 and found.cells == len(plan.cells)
     assert "min" in found.text()
+
+
+@pytest.mark.parametrize("study", ["memory_limited", "long_context"])
+def test_a_study_of_one_question_takes_a_coffee_break(study: str) -> None:
+    plan = make_plan(CONF, [f"study={study}"])
+    assert sum(cell.load.duration_s for cell in plan.cells) < estimate(plan).wall_s < 12.5 * 60
 
 
 def test_what_is_measured_takes_nothing_more() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvstudy.grid.plan import Plan
-from kvstudy.grid.schema import BurstLoad, Cell, KneeLoad, Visit
+from kvstudy.grid.schema import Cell, KneeLoad, Visit
 
 #: Seconds to bring a server up on a CPU: vLLM is three processes that import torch and compile, our engine is one.
 CPU_BRING_UP_S = {"vllm": 38.0}
@@ -71,6 +71,4 @@ def _bring_up(visit: Visit) -> float:
 def _cell(cell: Cell) -> float:
     load = cell.load
     seconds = load.duration_s * (load.probes if isinstance(load, KneeLoad) else 1)
-    if isinstance(load, BurstLoad):
-        seconds /= 2  # the bound, not the wait
     return seconds + max(AROUND_S, AROUND * seconds)
