@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import json
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +69,8 @@ class Spec:
     fingerprint: str = FINGERPRINT
     duration_s: float = 40.0
     absent: bool = False
+    running: int | None = None
+    counts: dict[str, int] = field(default_factory=dict)
 
 
 def config_of(spec: Spec) -> dict[str, Any]:
@@ -336,7 +338,8 @@ def _write_cell(folder: Path, cell: str, deployment: str, config: dict[str, Any]
         metrics=metrics,
         memory=peaks,
         budget={"share": spec.budget, "attended": min(1.0, spec.budget * 1.04), "kept": spec.budget},
-        counts={"offered": n, "sent": n, "ok": n, "error": 0, "timeout": 0, "censored": 0, "in_window": n},
+        counts={"offered": n, "sent": n, "ok": n, "error": 0, "timeout": 0, "censored": 0, "in_window": n}
+        | spec.counts,
         window={"start_s": 2.0, "end_s": spec.duration_s},
         visit={
             "bring_up_s": 3.0,
@@ -346,7 +349,7 @@ def _write_cell(folder: Path, cell: str, deployment: str, config: dict[str, Any]
             "teardown_s": 0.2,
         },
         checks={
-            "concurrency": {"running_peak": running},
+            "concurrency": {"running_peak": running if spec.running is None else spec.running},
             "prefix_hits": {"share": 0.9 * spec.shared, "expected": spec.shared} if spec.prefix_caching else {},
         },
         source=spec.source,  # type: ignore[arg-type]

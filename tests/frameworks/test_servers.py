@@ -59,6 +59,14 @@ def test_our_config_is_the_engines(tmp_path: Path) -> None:
     assert half["budget"] == {"share": 0.5, "of": "current"}
     absolute = engine_config(launch(Full(), tmp_path, budget=Budget(of="tokens", tokens=256)), 1)
     assert EngineConfig.model_validate(absolute).budget.entries(1000) == 256
+
+
+def test_waiting_for_memory_is_counted_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = NativeServer(launch(Full(), tmp_path))
+    metrics = [f'kvstudy_requests_queued_total{{short_of="{what}"}} {n}' for what, n in (("memory", 3), ("turn", 4))]
+    monkeypatch.setattr(server, "samples", lambda: http.parse_metrics("\n".join(metrics)))
+    counters = server.counters()
+    assert (counters.queued, counters.queued_for_memory) == (7, 3)
     offload = EngineConfig.model_validate(engine_config(launch(Offload(host_kv_memory_mib=64), tmp_path), 1))
     assert offload.policy == "offload" and offload.host_kv_memory_bytes == 64 << 20
 

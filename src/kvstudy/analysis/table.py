@@ -76,6 +76,7 @@ RESULTS = (
     "budget_attended",
     "budget_kept",
     "running_peak",
+    "waiting_peak",
     "prefix_hits",
     "prefix_expected",
     "result_sha",
@@ -220,6 +221,7 @@ def _result_columns(summary: Summary, sha: str, units: dict[str, str]) -> dict[s
         "budget_attended": summary.budget.get("attended"),
         "budget_kept": summary.budget.get("kept"),
         "running_peak": _checked(summary, "concurrency", "running_peak"),
+        "waiting_peak": _checked(summary, "concurrency", "waiting_peak"),
         # Shares of prompt tokens: answered from cached prefixes, and what a cache never short of room would answer.
         "prefix_hits": _checked(summary, "prefix_hits", "share"),
         "prefix_expected": _checked(summary, "prefix_hits", "expected"),
@@ -313,7 +315,7 @@ def _frame(rows: list[dict[str, Any]]) -> pd.DataFrame:
         "budget_tokens",
         "link_gbps",
     ]
-    numeric += ["budget_attended", "budget_kept", "running_peak", "prefix_hits", "prefix_expected"]
+    numeric += ["budget_attended", "budget_kept", "running_peak", "waiting_peak", "prefix_hits", "prefix_expected"]
     for column in table.columns:
         if column in numeric or ("." in column and not column.endswith((".starred", ".infinite"))):
             table[column] = pd.to_numeric(table[column]).astype("float64")

@@ -98,6 +98,7 @@ class Counters:
     running_peak: float | None = None
     waiting_peak: float | None = None
     queued: float | None = None  # requests that had to wait for admission
+    queued_for_memory: float | None = None  # those of them that waited for KV memory
 
 
 class Server(Protocol):

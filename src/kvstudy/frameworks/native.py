@@ -84,6 +84,7 @@ class OwnServer(ServerProcess):
             running_peak=one("kvstudy_requests_running_peak"),
             waiting_peak=one("kvstudy_requests_waiting_peak"),
             queued=one("kvstudy_requests_queued_total"),
+            queued_for_memory=one("kvstudy_requests_queued_total", short_of="memory"),
         )
 
     def watch(self) -> Watch:

@@ -99,7 +99,8 @@ class Recorder:
         judged.checks["window"] = found
         judged.checks["client"] = {"cpu_s": offered.client_cpu_s, "retried": result.retried}
         judged.checks["concurrency"] = concurrency = _concurrency(offered)
-        waited = {name: int(n) for name in ("queued", "preemptions") if (n := concurrency[name]) is not None}
+        counted = ("queued", "queued_for_memory", "preemptions")
+        waited = {name: int(n) for name in counted if (n := concurrency[name]) is not None}
         judged.checks["queue.server"] = _histogram_mean(offered.before, offered.after)
         if found_capacity is not None:
             probes = [asdict(item) | {"share": item.share} for item in found_capacity.probes]
@@ -301,6 +302,7 @@ def _concurrency(offered: Offered) -> dict[str, float | None]:
         "running_peak": peak("running", offered.after.running_peak),
         "waiting_peak": peak("waiting", offered.after.waiting_peak),
         "queued": counted("queued"),
+        "queued_for_memory": counted("queued_for_memory"),
         "preemptions": counted("preemptions"),
     }
 

@@ -17,4 +17,4 @@ FIGURES = {
     "pareto": "Quality",
     "retention_map": "Quality",
 }
-TABLES = ("summary", "classes", "prefixes", "setup", "attribution", "claims", "guide", "quality")
+TABLES = ("summary", "classes", "prefixes", "admission", "setup", "attribution", "claims", "guide", "quality")

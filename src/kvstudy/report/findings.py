@@ -13,6 +13,7 @@ import pandas as pd
 from kvstudy.analysis.replicates import OVER_SEEDS
 from kvstudy.analysis.table import MISSING
 from kvstudy.report import style, words
+from kvstudy.report.admission import LOAD, course, observed
 from kvstudy.report.data import StudyData, memory_bytes
 
 #: Groups (model, workload, pool) that the summary speaks about; the tables hold all.
@@ -67,6 +68,7 @@ def headlines(data: StudyData) -> list[Finding]:
             if finding is not None:
                 found.append(Finding(prefix + finding.text, finding.cells))
     found += [finding for finding in (_memory(data),) if finding is not None]
+    found += _admission(data)
     found += _attribution(data)
     if len(groups) > MOST_GROUPS:
         rest = len(groups) - MOST_GROUPS
@@ -204,6 +206,20 @@ def _memory(data: StudyData) -> Finding | None:
         f"The most KV in use at once{also} over all loads{aside}, was, in MiB, {'; '.join(parts)}.",
         [str(cell) for cell in first],
     )
+
+
+def _admission(data: StudyData) -> list[Finding]:
+    """At what KV memory each line stops admitting, a sentence a load."""
+    frame = observed(data)
+    if frame.empty:
+        return []
+    found = []
+    for _, part in frame.groupby(LOAD, sort=True, dropna=False):
+        first = part.iloc[0]
+        where = f"{words.workload(first, frame)}, {words.load(first)}"
+        texts = [f"{series} {course(line)}" for series, line in part.groupby("series", sort=False)]
+        found.append(Finding(f"By KV memory in MiB ({where}): {'; '.join(texts)}.", _cells(part)))
+    return found
 
 
 #: Metrics of a comparison, as a sentence names them. Time to the first token tells a policy that admits more requests,

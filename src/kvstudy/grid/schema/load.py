@@ -79,7 +79,7 @@ class RampLoad(_Timed):
 
 
 class BurstLoad(_Timed):
-    """All `requests` at once, at time 0 (the rate is infinite); `duration_s` bounds how long they are waited for."""
+    """All `requests` at once, at time 0 (the rate is infinite): `duration_s`, then until the last of them is done."""
 
     name: Literal["burst"] = "burst"
     requests: PositiveInt

@@ -9,11 +9,11 @@ name in `kvstudy.report.TABLES`.
 from __future__ import annotations
 
 from kvstudy.report.command import command
-from kvstudy.report.tables import measured, quality, workloads
+from kvstudy.report.tables import admission, measured, quality, workloads
 from kvstudy.report.tables.measured import leaders
 from kvstudy.report.tables.registry import TABLES, table, write
 
-__all__ = ["TABLES", "leaders", "main", "measured", "quality", "table", "workloads", "write"]
+__all__ = ["TABLES", "admission", "leaders", "main", "measured", "quality", "table", "workloads", "write"]
 
 #: `kvstudy table`.
 main = command("table", "Write tables of a study, as CSV and LaTeX.", TABLES, write, ".csv, .tex")
