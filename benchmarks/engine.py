@@ -11,10 +11,12 @@ cores). The rows are those of docs/engine.md; every part takes less than eight m
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -74,10 +76,15 @@ class Bench:
     @contextmanager
     def ours(self, cores: Sequence[int], **engine: Any) -> Iterator[Side]:
         """Our engine on these cores, with these options."""
-        env = {"OMP_NUM_THREADS": str(len(cores)), "GOMP_SPINCOUNT": "10000", "PYTHONPATH": str(ROOT / "src")}
-        with Side(sys.executable, "benchmarks.kvstudy_side", cores, env) as side:
+        with self.process(cores) as side:
             side("start", model=self.model, cores=list(cores), **{"kv_memory_bytes": GIB, **engine})
             yield side
+
+    @staticmethod
+    def process(cores: Sequence[int]) -> Side:
+        """A process for an engine of ours, not started yet."""
+        env = {"OMP_NUM_THREADS": str(len(cores)), "GOMP_SPINCOUNT": "10000", "PYTHONPATH": str(ROOT / "src")}
+        return Side(sys.executable, "benchmarks.kvstudy_side", cores, env)
 
     @contextmanager
     def vllm(self, cores: Sequence[int], *, eager: bool = True, helpers: str = "none") -> Iterator[Side]:
@@ -383,6 +390,90 @@ def join_row(name: str, rounds: list[dict[str, list[float]]], chunks: int) -> Ro
     return Row(name, statistics.median(raised) * 1e3, "ms", share, 1.0, share <= 1.0, beside)
 
 
+def threads(bench: Bench) -> Iterator[Row]:
+    """What a second core gives, in the thread that built the engine and in another, which is how a server steps it."""
+    if len(bench.all_cores) < 2:
+        return
+    with bench.ours(bench.all_cores[:1]) as one, bench.ours(bench.all_cores[:2]) as two:
+        for batch in (1, 8, 32):
+            for side in (one, two):
+                side("begin", batch=batch, context=256, steps=3 * ROUNDS * STEPS + 4)
+            times = interleaved(
+                {
+                    "1 core ms": partial(one, "decode", steps=STEPS),
+                    "2 cores ms": partial(two, "decode", steps=STEPS),
+                    "2 cores, another thread ms": partial(two, "elsewhere", steps=STEPS),
+                    "and the builder keeps its workers ms": partial(two, "elsewhere", steps=STEPS, crowded=True),
+                },
+                ROUNDS,
+            )
+            for side in (one, two):
+                side("end")
+            step = {how: statistics.median(found) * 1e3 for how, found in times.items()}
+            served = "2 cores, another thread ms"
+            name = f"decode {batch} x 256, {label(bench.all_cores[:2])}, another thread"
+            yield Row(name, step.pop(served), "ms/step", ratio(times["1 core ms"], times[served]), beside=step)
+
+
+OTHERS = {
+    "opt, 125M": {
+        "model_type": "opt",
+        "architectures": ["OPTForCausalLM"],
+        "hidden_size": 768,
+        "word_embed_proj_dim": 768,
+        "ffn_dim": 3072,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+    },
+    "gpt-oss, 8 experts": {
+        "model_type": "gpt_oss",
+        "architectures": ["GptOssForCausalLM"],
+        "hidden_size": 768,
+        "intermediate_size": 768,
+        "num_hidden_layers": 12,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "sliding_window": 128,
+        "vocab_size": 50272,
+        "max_position_embeddings": 2048,
+    },
+}
+"""Models that run through the library's own layers, with random weights."""
+
+
+def compiled(bench: Bench) -> Iterator[Row]:
+    """Whether `torch.compile` of the library's layers would pay, for models that ours do not replace."""
+    for name, shape in OTHERS.items():
+        with tempfile.TemporaryDirectory() as folder, bench.process(bench.all_cores[:1]) as ours:
+            Path(folder, "config.json").write_text(json.dumps(shape))
+            ours("start", model=folder, cores=bench.all_cores[:1], random_weights=True, kv_memory_bytes=GIB)
+            for batch in (1, 8):
+                ours("begin", batch=batch, context=256, steps=2 * (ROUNDS + 1) * STEPS + 4)
+
+                def decode(on: bool, side: Side = ours) -> list[float]:
+                    side("compiled", on=on)
+                    found: list[float] = side("decode", steps=STEPS)
+                    return found
+
+                decode(True)  # compiles
+                times = interleaved({"eager": partial(decode, False), "compiled": partial(decode, True)}, ROUNDS)
+                ours("end")
+                step = {how: statistics.median(found) * 1e3 for how, found in times.items()}
+                row = f"{name}, decode {batch} x 256, compiled, {label(bench.all_cores[:1])}"
+                yield Row(
+                    row,
+                    step["compiled"],
+                    "ms/step",
+                    ratio(times["eager"], times["compiled"]),
+                    beside={"eager ms": step["eager"]},
+                )
+
+
 PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "decode": decode,
     "prefill": prefill,
@@ -391,10 +482,12 @@ PARTS: dict[str, Callable[[Bench], Iterator[Row]]] = {
     "memory": memory,
     "flat": flat,
     "join": join,
+    "threads": threads,
+    "compile": compiled,
     "helpers": helpers,
     "alone": alone,
 }
-WITHOUT_VLLM = ("infinigen", "memory", "flat", "join")
+WITHOUT_VLLM = ("infinigen", "memory", "flat", "join", "threads", "compile")
 
 
 def main() -> None:

@@ -7,16 +7,19 @@ depend on it); the others read their prompts, because what they keep does.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AttentionInterface
 
 from benchmarks.sides import answer_calls
-from kvstudy.engine import kernels
+from kvstudy.engine import kernels, model
 from kvstudy.engine.config import Budget, EngineConfig
 from kvstudy.engine.core import Engine
 from kvstudy.engine.request import Request, SamplingParams
@@ -32,6 +35,7 @@ class Kvstudy:
     def __init__(self) -> None:
         self.groups: dict[str, list[Request]] = {}
         self.spent: dict[str, float] = defaultdict(float)
+        self.plain: Any = None
 
     def start(
         self, model: str, cores: list[int], budget: dict[str, Any] | None = None, fill: bool = True, **options: Any
@@ -109,6 +113,16 @@ class Kvstudy:
         self.engine.scheduler.running = self.groups[group]
         return [_timed(self.engine.step) for _ in range(steps)]
 
+    def elsewhere(self, steps: int, group: str = "", crowded: bool = False) -> list[float]:
+        """`decode` in another thread than this, as a server does it; `crowded`: this one keeps OpenMP workers too."""
+        _release_workers()
+        if crowded:
+            torch.ones(1 << 20).exp()  # large enough for torch to share it out
+        with ThreadPoolExecutor(1) as other:
+            found = other.submit(self.decode, steps, group).result()
+            other.submit(_release_workers).result()
+        return found
+
     def end(self, group: str = "") -> dict[str, float]:
         """Drop a group; answers the share of entries that it attended to."""
         requests = self.groups.pop(group)
@@ -148,6 +162,15 @@ class Kvstudy:
             return result
 
         setattr(owner, name, timed)
+
+    def compiled(self, on: bool) -> None:
+        """Have the library's layers go through `torch.compile`, our attention left out of it; or no longer."""
+        held = self.engine.model
+        if self.plain is None:
+            self.plain = held.lm
+            AttentionInterface.register("kvstudy", torch.compiler.disable(model._attention))
+            self.through_compiler = torch.compile(held.lm, dynamic=True)
+        held.lm = self.through_compiler if on else self.plain
 
     # -- prompts ---------------------------------------------------------------------------------------------------
 
@@ -209,6 +232,13 @@ class Kvstudy:
         return {"at_once": at_once, "admitted": after, "peak_bytes": need.device_peak_bytes, "bytes": need.device_bytes}
 
 
+def _release_workers() -> None:
+    """End the OpenMP workers of the calling thread, which libgomp makes anew when they are needed."""
+    soft = 1  # omp_pause_soft
+    libgomp = next((Path(torch.__file__).parent / "lib").glob("libgomp*"))
+    ctypes.CDLL(str(libgomp)).omp_pause_resource_all(soft)
+
+
 def _held(engine: Engine) -> dict[str, float]:
     return {
         "device": engine.device_pool.live_bytes,
@@ -225,5 +255,5 @@ def _timed(function: Callable[[], Any]) -> float:
 
 if __name__ == "__main__":
     ours = Kvstudy()
-    names = ("start", "machine", "begin", "decode", "end", "pace", "split", "prefill", "join", "admitted")
-    answer_calls({name: getattr(ours, name) for name in names})
+    names = ("start", "machine", "begin", "decode", "elsewhere", "end", "pace", "split", "compiled", "prefill", "join")
+    answer_calls({name: getattr(ours, name) for name in (*names, "admitted")})
