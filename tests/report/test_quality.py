@@ -76,6 +76,12 @@ def test_figures_of_a_scored_study(name: str, scored: StudyData, tmp_path: Path)
     assert (tmp_path / f"{name}.png").stat().st_size > 10_000
 
 
+def test_a_deployment_may_be_timed_in_another_memory_than_it_is_scored_in(scored: StudyData) -> None:
+    scored.quality["deployment"] = scored.quality["deployment"] + "-in-another-memory"
+    caption = figures.draw("pareto", scored).caption
+    assert "No data" not in caption and "64 MiB of KV memory" in caption
+
+
 def test_random_weights_and_invalid_cells_have_no_quality(scored: StudyData) -> None:
     scored.quality["weights"] = pd.array(["random"] * len(scored.quality), dtype="string")
     for name in ("quality_vs_budget", "pareto", "retention_map"):

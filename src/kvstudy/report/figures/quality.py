@@ -176,12 +176,19 @@ def pareto(data: StudyData) -> Drawn:
     cells = data.usable()
     if part.empty or "tpot.p50" not in cells:
         return empty(NONE if part.empty else "no valid cell of this study measured TPOT")
-    timed = cells[cells["tpot.p50"].notna() & ~cells["tpot.p50.starred"]].copy()
-    timed["level"] = timed["rate"].fillna(timed["concurrency"])
-    timed = timed[timed["level"] == timed.groupby("deployment")["level"].transform("min")]
-    tpot = timed.groupby("deployment")["tpot.p50"].mean()
-    points = part.groupby(KEYS, dropna=False, as_index=False)[["value", "kv_bytes"]].mean()
-    points["tpot"] = points["deployment"].map(tpot)
+    part = part.assign(same=_whatever_its_memory(part, part["budget"]))
+    timed = cells[cells["tpot.p50"].notna() & ~cells["tpot.p50.starred"]]
+    timed = timed.assign(
+        same=_whatever_its_memory(timed, timed["budget_share"]),
+        level=timed["rate"].fillna(timed["concurrency"]),
+    )
+    timed = timed[timed["same"].isin(part["same"])]
+    points = part.groupby([*KEYS, "same"], dropna=False, as_index=False)[["value", "kv_bytes"]].mean()
+    if not timed.empty:
+        # Times under one load only: that under which most of them were measured, the lightest of those.
+        settings = timed.groupby(["workload_key", "load", "kv_memory_mib", "hardware", "level"], dropna=False)
+        _, timed = max(settings, key=lambda one: (one[1]["same"].nunique(), -one[0][-1]))
+    points["tpot"] = points["same"].map(timed.groupby("same")["tpot.p50"].mean())
     points = points.dropna(subset=["tpot"]).reset_index(drop=True)
     if points.empty:
         return empty("no deployment of this study has both a valid TPOT and a valid perplexity")
@@ -222,13 +229,20 @@ def pareto(data: StudyData) -> Drawn:
     legend(drawing, handles, True)
     caption = joined(
         f"One point a deployment: perplexity after {int(part['context'].iloc[0]):,} tokens of context against the KV "
-        "bytes held of a request and the median time per output token under the study's lightest load",
+        f"bytes held of a request and the median time per output token at {words.load(timed.iloc[0])} "
+        f"({words.workload(timed.iloc[0], cells)}, {words.plain(timed['kv_memory_mib'].iloc[0])} MiB of KV memory)",
         "Filled: no other deployment is at least as good in quality, KV bytes and TPOT and better in one (the Pareto "
         "front of all three); numbers are nominal budgets. Values are compared as measured, without their intervals",
         CUT_TEXT,
         _texts(frame),
     )
     return Drawn(drawing, caption, True)
+
+
+def _whatever_its_memory(frame: pd.DataFrame, budget: pd.Series) -> pd.Series:
+    """What names a deployment but for its KV memory, on which no score depends: it may be timed in a smaller one."""
+    names = frame[["framework", "implementation", "rule", "variant", "model", "budget_of"]].fillna("").astype(str)
+    return names.agg(" ".join, axis=1) + budget.map(" {:g}".format)
 
 
 def _undominated(costs: np.ndarray) -> list[bool]:
