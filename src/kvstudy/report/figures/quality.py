@@ -187,7 +187,7 @@ def pareto(data: StudyData) -> Drawn:
     if not timed.empty:
         # Times under one load only: that under which most of them were measured, the lightest of those.
         settings = timed.groupby(["workload_key", "load", "kv_memory_mib", "hardware", "level"], dropna=False)
-        _, timed = max(settings, key=lambda one: (one[1]["same"].nunique(), -one[0][-1]))
+        _, timed = max(settings, key=lambda one: (one[1]["same"].nunique(), -float(one[1]["level"].iloc[0])))
     points["tpot"] = points["same"].map(timed.groupby("same")["tpot.p50"].mean())
     points = points.dropna(subset=["tpot"]).reset_index(drop=True)
     if points.empty:
