@@ -94,6 +94,7 @@ def test_a_rule_that_couples_requests_is_a_cell_that_says_unsupported(
     checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(checkout)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     asked = ["study=tiny", "framework=infinigen", "framework.rule=speed", "budget.share=0.5"]
     assert main(["quality", *asked, "--results", str(tmp_path)]) == 0
     (visit,) = load_plan(Layout(tmp_path).plan("tiny")).quality
