@@ -159,8 +159,6 @@ def measure(argv: list[str]) -> int | None:
         if layout.marker(plan.name, visit.id).is_file():
             continue
         freeze = _ensure_ready(visit.deployment, options.results)
-        if worst == INTERRUPTED:
-            break
         code = visit_main(
             [
                 *("--visit", str(layout.visit(plan.name, visit.id))),
@@ -170,6 +168,8 @@ def measure(argv: list[str]) -> int | None:
             ]
         )
         worst = max(worst, code or 0)
+        if worst == INTERRUPTED:
+            break
     return worst
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
@@ -19,8 +21,23 @@ from kvstudy.quality import run
 from kvstudy.quality.score import Scorer
 
 
+@pytest.fixture
+def as_a_background_job() -> Iterator[None]:
+    """SIGINT ignored, as shells start such jobs."""
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.getsignal(number) for number in numbers}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    yield
+    for number in numbers:
+        signal.signal(number, before[number])
+
+
 def test_a_visit_is_taken_up_where_it_was_and_checked_against_a_served_deployment(
-    checkout: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    checkout: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+    as_a_background_job: None,
 ) -> None:
     monkeypatch.chdir(checkout)
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
@@ -33,7 +50,7 @@ def test_a_visit_is_taken_up_where_it_was_and_checked_against_a_served_deploymen
     def counting(self: Scorer, items: list[object], context: int) -> object:
         scored.append(context)
         if scored == [24, 48]:
-            raise KeyboardInterrupt
+            signal.raise_signal(signal.SIGINT)
         return whole(self, items, context)  # type: ignore[arg-type]
 
     monkeypatch.setattr(Scorer, "perplexity", counting)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from kvstudy.grid.secrets import redact
 from kvstudy.grid.store import Layout, cannot_write
 from kvstudy.measure import state as states
 from kvstudy.measure.faults import Allotted, Fault
+from kvstudy.measure.interrupts import interruptible
 from kvstudy.measure.narration import Tee, say
 from kvstudy.measure.visit import measure_visit
 
@@ -43,12 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     journal: states.Journal | None = None
     if options.log is not None:
         sys.stderr = Tee(options.log)
-
-    def interrupted(signum: int, _: object) -> None:
-        raise KeyboardInterrupt(signal.Signals(signum).name)
-
-    for number in (signal.SIGINT, signal.SIGTERM):  # SIGINT too: shells start background jobs with it ignored
-        signal.signal(number, interrupted)
+    interruptible()
     try:
         visit = read_visit(options.visit)
         path = Layout(options.results).state(visit.study, visit.id)

@@ -1,4 +1,4 @@
-"""Signals held back while something must not be left half done."""
+"""How a job is interrupted: Ctrl-C and SIGTERM alike, and neither where something must not be left half done."""
 
 from __future__ import annotations
 
@@ -6,6 +6,19 @@ import contextlib
 import os
 import signal
 from collections.abc import Iterator
+
+
+def interruptible() -> None:
+    """Make SIGINT and SIGTERM raise `KeyboardInterrupt` in the main thread.
+
+    SIGINT, too: shells start background jobs with it ignored, and Python leaves that so.
+    """
+
+    def interrupted(signum: int, _: object) -> None:
+        raise KeyboardInterrupt(signal.Signals(signum).name)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, interrupted)
 
 
 @contextlib.contextmanager

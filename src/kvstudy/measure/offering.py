@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 from kvstudy.grid.schema import Cell, Vllm
 from kvstudy.load import client, workload
@@ -28,26 +29,14 @@ def path_of(cell: Cell) -> str:
 
 def build_requests(cell: Cell, drawn: workload.Drawn, count: int, model_name: str) -> list[Request]:
     """The first `count` drawn requests, as the bytes that will be sent."""
-    spec = cell.workload
+    how: dict[str, Any] = {"temperature": cell.workload.temperature, "ignore_eos": cell.workload.ignore_eos}
     requests = []
     for index in range(count):
         tokens = int(drawn.output_tokens[index])
         if drawn.texts is not None:
-            body = client.chat_body(
-                model_name,
-                drawn.texts[index],
-                tokens,
-                temperature=spec.temperature,
-                ignore_eos=spec.ignore_eos,
-            )
+            body = client.chat_body(model_name, drawn.texts[index], tokens, **how)
         else:
-            body = client.completion_body(
-                model_name,
-                drawn.prompts[index],
-                tokens,
-                temperature=spec.temperature,
-                ignore_eos=spec.ignore_eos,
-            )
+            body = client.completion_body(model_name, drawn.prompts[index], tokens, **how)
         requests.append(Request(index, drawn.length_class[index], int(drawn.prompt_tokens[index]), tokens, body))
     return requests
 

@@ -45,6 +45,7 @@ from kvstudy.grid.store import Layout
 from kvstudy.load.text import Text, TextError, read_text
 from kvstudy.measure import fingerprint
 from kvstudy.measure import state as states
+from kvstudy.measure.interrupts import interruptible
 from kvstudy.quality import measures, tasks
 from kvstudy.quality.items import Drawer, Item
 from kvstudy.quality.score import BATCH_BYTES, REFERENCE, Row, Run, Scorer, Wanted
@@ -447,6 +448,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     journal: states.Journal | None = None
+    interruptible()
     try:
         visit = QualityVisit.model_validate_json(options.visit.read_text(encoding="utf-8"))
         layout = Layout(options.results)
