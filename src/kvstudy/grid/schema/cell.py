@@ -64,7 +64,26 @@ class Deployment(Strict):
         return copy
 
 
-class Cell(Deployment):
+class _Asked(Deployment):
+    """A deployment and what is asked of it: what a folder of the store holds."""
+
+    @cached_property
+    def deployment(self) -> Deployment:
+        """The part of the cell that is brought up; the same of cells that measure its speed and its quality."""
+        return Deployment(**{name: getattr(self, name) for name in Deployment.model_fields})
+
+    @property
+    def cell_slug(self) -> str:
+        """Readable part of the cell's name."""
+        raise NotImplementedError
+
+    @cached_property
+    def cell_id(self) -> str:
+        """Readable name and hash of the resolved config: the cell's folder in the store."""
+        return f"{self.cell_slug}-{content_hash(self)}"
+
+
+class Cell(_Asked):
     """A deployment under a load with a seed: one row of the study."""
 
     workload: Workload
@@ -78,42 +97,22 @@ class Cell(Deployment):
             raise ValueError(f"workload '{self.workload.name}' takes its lengths from a trace: it needs load=trace")
         return self
 
-    @cached_property
-    def deployment(self) -> Deployment:
-        """The part of the cell that is brought up."""
-        return Deployment(**{name: getattr(self, name) for name in Deployment.model_fields})
-
     @property
     def cell_slug(self) -> str:
         """Readable part of the cell's name."""
         return f"{self.slug}_{workload_label(self.workload)}_{self.load.name}-{load_label(self.load)}_s{self.seed}"
 
-    @cached_property
-    def cell_id(self) -> str:
-        """Readable name and hash of the resolved config: the cell's folder in the store."""
-        return f"{self.cell_slug}-{content_hash(self)}"
 
-
-class QualityCell(Deployment):
+class QualityCell(_Asked):
     """A deployment's quality: what is asked, and the seed that items are drawn by."""
 
     quality: Quality
     seed: int = Field(ge=0)
 
-    @cached_property
-    def deployment(self) -> Deployment:
-        """The part of the cell that is brought up: the same key as that of the cells that measure its speed."""
-        return Deployment(**{name: getattr(self, name) for name in Deployment.model_fields})
-
     @property
     def cell_slug(self) -> str:
         """Readable part of the cell's name."""
         return f"{self.slug}_q-{self.quality.name}_s{self.seed}"
-
-    @cached_property
-    def cell_id(self) -> str:
-        """Readable name and hash of the resolved config: the cell's folder in the store."""
-        return f"{self.cell_slug}-{content_hash(self)}"
 
     @property
     def items_key(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
@@ -17,38 +17,40 @@ class FixedLength(Strict):
     tokens: PositiveInt
 
 
-class UniformLength(Strict):
-    """Lengths uniform over the integers low..high, both included."""
+class _Between(Strict):
+    """Lengths from low to high, both included."""
 
-    kind: Literal["uniform"] = "uniform"
-    low: PositiveInt
+    low: PositiveInt = 1
     high: PositiveInt
 
     @model_validator(mode="after")
-    def _ordered(self) -> UniformLength:
+    def _ordered(self) -> Self:
         if self.low > self.high:
             raise ValueError(f"low {self.low} is above high {self.high}")
         return self
 
 
-class LognormalLength(Strict):
+class UniformLength(_Between):
+    """Lengths uniform over the integers low..high."""
+
+    kind: Literal["uniform"] = "uniform"
+    low: PositiveInt
+
+
+class LognormalLength(_Between):
     """exp(N(ln median, sigma)), rounded, clipped to low..high (the shape of most chat traces)."""
 
     kind: Literal["lognormal"] = "lognormal"
     median: PositiveFloat
     sigma: PositiveFloat
-    low: PositiveInt = 1
-    high: PositiveInt
 
 
-class NormalLength(Strict):
+class NormalLength(_Between):
     """N(mean, sd), rounded, clipped to low..high."""
 
     kind: Literal["normal"] = "normal"
     mean: PositiveFloat
     sd: PositiveFloat
-    low: PositiveInt = 1
-    high: PositiveInt
 
 
 class TraceLength(Strict):
