@@ -218,11 +218,11 @@ def costs(cells: int, work: Path, stages: Sequence[str]) -> tuple[int, dict[str,
 
 def scale(cells: int, stages: Sequence[str]) -> list[Row]:
     """Rows at `cells`, a tenth and a hundredth of them, and each stage's growth between."""
+    if cells % (100 * DEPLOYMENTS * len(RATES)):  # a hundredth has whole seeds
+        raise SystemExit(f"--cells takes multiples of {100 * DEPLOYMENTS * len(RATES):,}, not {cells:,}")
     with tempfile.TemporaryDirectory(prefix="kvstudy-bench-") as folder:
         sizes = [costs(asked, Path(folder), stages) for asked in (cells // 100, cells // 10, cells)]
     counts = [count for count, _ in sizes]
-    if counts[0] * 100 != counts[2] or counts[1] * 10 != counts[2]:
-        raise SystemExit(f"{counts} cells are no decades: --cells takes multiples of 5,000")
     most = counts[-1]
     rows = []
     for name, ran in sizes[-1][1].items():

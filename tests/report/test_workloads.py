@@ -30,6 +30,14 @@ def test_short_and_long_requests_have_panels_of_their_own(mix: StudyData) -> Non
     assert [axes.get_title() for axes in figures.draw("throughput_vs_rate", mix).figure.axes] == [""]
 
 
+def test_a_sentence_says_which_mix_it_speaks_of(mix: StudyData) -> None:
+    said = [item.text.replace("\N{NO-BREAK SPACE}", " ") for item in findings.headlines(mix)]
+    begun = [text.partition(": ")[0] for text in said if "output throughput" in text]
+    assert sorted(begun) == [f"chat-small, {share} % long" for share in (0, 100, 40)]
+    # At a single load there is no highest one.
+    assert not [text for text in said if "load compared" in text or "with enough samples" in text]
+
+
 def test_the_table_of_classes_has_the_cells_own_numbers(mix: StudyData) -> None:
     made = tables.TABLES["classes"](mix)
     assert [(row[0], row[2]) for row in made.rows] == [
@@ -65,7 +73,10 @@ def test_bursts_of_one_rate_are_told_apart(study: Study) -> None:
         assert set(found) == told, name
         assert len(found) == len(told) * (2 if name == "summary" else 1), name
     assert data.attribution.groupby("metric").size().eq(4).all()
-    assert "24 requests at once" in " ".join(item.text for item in findings.headlines(data))
+    said = " ".join(item.text for item in findings.headlines(data))
+    assert "24 requests at once" in said
+    assert "At 1 request/s of burstiness 4, the burstiest load compared, output" in said
+    assert "At 1 request/s, the least bursty load with enough samples, the median" in said
     panels = {axes.get_title(): axes for axes in figures.draw("ttft_vs_rate", data).figure.axes}
     assert {float(x) for line in panels["1 request/s"].lines for x in line.get_xdata()} == {1.0, 2.0, 4.0}
 

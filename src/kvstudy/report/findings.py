@@ -80,21 +80,27 @@ def _prefix(group: pd.DataFrame, everything: pd.DataFrame) -> str:
     first = group.iloc[0]
     parts = [str(first["model"])] if everything["model"].nunique() > 1 else []
     if everything["workload_key"].nunique() > 1:
-        parts.append(str(first["workload"]))
+        parts.append(words.workload(first, everything))
     if everything["kv_memory_mib"].nunique() > 1:
         parts.append(f"{words.plain(first['kv_memory_mib'])} MiB")
     return f"{', '.join(parts)}: " if parts else ""
 
 
-def _at_load(group: pd.DataFrame, metric: str, highest: bool) -> tuple[str, pd.DataFrame] | None:
-    """The points of a metric at the highest or lowest load that at least two lines share."""
+def _at_load(group: pd.DataFrame, metric: str, highest: bool) -> tuple[str, str, pd.DataFrame] | None:
+    """The points of a metric at the highest or lowest load that at least two lines share, and what that load is.
+
+    The load's name; what sets it apart from the others (highest or burstiest, nothing where it is the only one); the
+    points. Arrivals of any burstiness are one kind of load.
+    """
     part = group[(group["metric"] == metric) & ~group["starred"]]
-    part = part[part["load"] == part["load"].mode().iloc[0]] if not part.empty else part
+    loop = part["load"].replace({"poisson": "open", "gamma": "open"})
+    part = part[loop == loop.mode().iloc[0]] if not part.empty else part
     levels = []
     for _, at in part.groupby(["rate", "concurrency", "burstiness"], dropna=False):
         if at["series"].nunique() >= min(2, part["series"].nunique()):
             first = at.iloc[0]
-            levels.append((words.level(first["rate"], first["concurrency"]), words.load(first), at))
+            burstiness = 1.0 if pd.isna(first["burstiness"]) else float(first["burstiness"])
+            levels.append(((words.level(first["rate"], first["concurrency"]), burstiness), words.load(first), at))
     if not levels:
         return None
     levels.sort(key=lambda item: item[0])
@@ -102,7 +108,14 @@ def _at_load(group: pd.DataFrame, metric: str, highest: bool) -> tuple[str, pd.D
     at = at.drop_duplicates("series")
     if len(at) > MOST_LINES:
         at = at.sort_values("value", ascending=metric not in HIGHER_IS_BETTER).drop_duplicates("framework")
-    return load, at
+    rates, bursts = ({key[place] for key, _, _ in levels} for place in (0, 1))
+    if len(rates) > 1:
+        rank = "highest" if highest else "lowest"
+    elif len(bursts) > 1:
+        rank = "burstiest" if highest else "least bursty"
+    else:
+        rank = ""
+    return load, rank, at
 
 
 def _reduced(group: pd.DataFrame, at: pd.DataFrame) -> bool:
@@ -114,13 +127,13 @@ def _throughput(group: pd.DataFrame, data: StudyData) -> Finding | None:
     found = _at_load(group, "throughput.output", highest=True)
     if found is None:
         return None
-    load, at = found
+    load, rank, at = found
     at = at.sort_values("value", ascending=False)
     best = at.iloc[0]
     rivals = [str(row["series"]) for _, row in at.iloc[1:].iterrows() if _overlap(best, row)]
     values = [f"{row['series']}: {_value(row, 1)}" for _, row in at.iterrows()]
     best_of = ", the best of each framework," if _reduced(group, at) else ""
-    text = f"At {load}, the highest load compared, output throughput in tokens/s{best_of} was "
+    text = f"At {load}, {f'the {rank} load compared, ' if rank else ''}output throughput in tokens/s{best_of} was "
     text += f"{'; '.join(values)}."
     interval = words.interval(best["low"], best["high"])
     bracket = f" (95 % interval {interval})" if interval != "–" else ""
@@ -141,13 +154,13 @@ def _throughput(group: pd.DataFrame, data: StudyData) -> Finding | None:
 def _latency(group: pd.DataFrame, data: StudyData) -> Finding | None:
     parts = []
     frames = []
-    where = ""
+    where = rank = ""
     for metric, name in (("ttft.p50", "time to first token"), ("tpot.p50", "time per output token")):
         found = _at_load(group, metric, highest=False)
         if found is None:
             continue
-        load, at = found
-        where = where or load
+        load, ranked, at = found
+        where, rank = (where, rank) if where else (load, ranked)
         if load != where:
             continue
         at = at.sort_values("value")
@@ -157,8 +170,7 @@ def _latency(group: pd.DataFrame, data: StudyData) -> Finding | None:
         frames.append(at)
     if not parts:
         return Finding("No load has enough samples in two frameworks for a median that may be quoted.")
-    lowest = group.groupby("load")[["rate", "concurrency"]].min().min(axis=None)
-    text = f"At {where}, " + ("the lowest load with enough samples, " if lowest is not None else "")
+    text = f"At {where}, " + (f"the {rank} load with enough samples, " if rank else "")
     return Finding(f"{text}{'; '.join(parts)}.", _cells(pd.concat(frames)))
 
 
