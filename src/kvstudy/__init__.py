@@ -8,4 +8,4 @@ __version__ = "0.1.0"
 
 #: Version of everything that can change a measured number: engine, load, measure, frameworks, quality.
 #: It is part of every cell's identity; CI fails when those packages change and this does not.
-HARNESS_VERSION = 2
+HARNESS_VERSION = 3

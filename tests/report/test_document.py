@@ -18,6 +18,7 @@ from kvstudy.analysis.replicates import points
 from kvstudy.report import FIGURES, document, findings, tables, words
 from kvstudy.report.data import StudyData
 from kvstudy.report.latex import latex
+from kvstudy.report.tables import measured
 
 TEMPLATE = document.TEMPLATE
 Study = Callable[[list[Spec]], StudyData]
@@ -204,6 +205,15 @@ def test_columns_of_text_fit_the_line(study: Study) -> None:
     for name in tables.TABLES:
         shares = [float(share) for share in re.findall(r"p\{([\d.]+)\\linewidth\}", latex(tables.TABLES[name](data)))]
         assert sum(shares) < 1, name
+
+
+def test_the_guide_counts_equal_budgets(study: Study) -> None:
+    budgets = (0.5, 0.3, 0.2)
+    data = study([Spec("full"), *(Spec("h2o", budget=share) for share in budgets), Spec("streaming", budget=0.5)])
+    names = ["H2O b=0.3", "full (ours)", "H2O b=0.5", "StreamingLLM b=0.5", "H2O b=0.2"]
+    said = measured.in_brief(data.cells, names)
+    assert said == ["H2O b=0.3 and 2 other budgets", "full (ours)", "StreamingLLM b=0.5"]
+    assert measured.in_brief(data.cells, names[:3]) == ["H2O b=0.3, H2O b=0.5", "full (ours)"]
 
 
 def test_the_guide_counts_the_host_s_memory_too(study: Study) -> None:

@@ -12,7 +12,7 @@ import pandas as pd
 import pytest
 from fabricate import Spec
 
-from kvstudy.report import figures, style
+from kvstudy.report import figures, findings, style
 from kvstudy.report.data import StudyData
 from kvstudy.report.figures import against_load
 
@@ -107,6 +107,23 @@ def test_labels_stay_inside_the_page(study: Study) -> None:
         box = drawing.get_tightbbox()
         assert box.x0 >= -0.02 and box.y0 >= -0.02, name
         assert box.x1 * drawing.dpi <= width + 2 and box.y1 * drawing.dpi <= height + 2, name
+
+
+def test_many_budgets_have_panels_and_share_a_legend(study: Study) -> None:
+    budgets = (0.5, 0.3, 0.2, 0.1)
+    data = study([Spec("full"), *(Spec("h2o", budget=share) for share in budgets)])
+    drawing = figures.draw("ttft_vs_rate", data).figure
+    assert [axes.get_title() for axes in drawing.axes] == [f"b = {share}" for share in sorted(budgets)]
+    assert [text.get_text() for text in drawing.legends[0].get_texts()] == ["full (ours)", "H2O"]
+    assert all(len([line for line in axes.lines if len(line.get_xdata())]) >= 2 for axes in drawing.axes)
+
+
+def test_the_memory_sentence_is_short(study: Study) -> None:
+    budgets = (0.5, 0.3, 0.2, 0.1)
+    data = study([Spec("full"), *(Spec(name, budget=share) for name in ("h2o", "streaming") for share in budgets)])
+    (said,) = [item for item in findings.headlines(data) if item.text.startswith("The most KV")]
+    assert "MiB reserved, at each framework's smallest budget, was, in MiB, full (ours): " in said.text
+    assert said.text.count("b=0.1: ") == 2 and "b=0.5" not in said.text and len(said.cells) == 3
 
 
 def test_unknown_figure_names_the_choices(tmp_path: Path, capsys: pytest.CaptureFixture[str], study: Study) -> None:

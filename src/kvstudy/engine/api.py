@@ -18,6 +18,7 @@ import sys
 import time
 import uuid
 from collections.abc import AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Annotated, Any, Literal, TypeVar
 
 import orjson
@@ -520,7 +521,11 @@ def serve(config: EngineConfig, listener: socket.socket) -> None:
     # token to send.
     sys.setswitchinterval(1e-3)
     logging.disable_progress_bar()
-    engine = Engine(config, AutoTokenizer.from_pretrained(config.model_dir, trust_remote_code=False))
+    tokenizer = AutoTokenizer.from_pretrained(config.model_dir, trust_remote_code=False)
+    # In a thread that ends with it, and whose OpenMP workers end too: beside those of the thread that steps there would
+    # be more than cores, and libgomp then has all of them sleep at every barrier.
+    with ThreadPoolExecutor(1) as builder:
+        engine = builder.submit(Engine, config, tokenizer).result()
     host, port = listener.getsockname()[:2]
 
     async def run() -> None:

@@ -123,7 +123,10 @@ def told_apart(frame: pd.DataFrame, columns: Sequence[str] = ("variant", "implem
 
 
 def with_series(frame: pd.DataFrame) -> pd.DataFrame:
-    """Add `series`, the label of a line: the framework and whatever else tells two of its lines apart."""
+    """Add `series`, the label of a line: the framework and whatever else tells two of its lines apart.
+
+    And `line`, the same without a budget, for panels of one budget each.
+    """
     frame = frame.copy()
     # A framework with budgets says of the whole cache, too, which it is.
     budgeted = set(frame.loc[(frame["budget_share"] < 1) | (frame["budget_of"] == "tokens"), "framework"])
@@ -137,7 +140,7 @@ def with_series(frame: pd.DataFrame) -> pd.DataFrame:
         elif row["framework"] in budgeted:
             parts.append(f"b={words.plain(row['budget_share'])}")
         labels.append(" ".join(parts))
-    frame["series"] = labels
+    frame["line"], frame["series"] = names, labels
     return frame
 
 

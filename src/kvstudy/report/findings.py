@@ -198,25 +198,25 @@ def _memory(data: StudyData) -> Finding | None:
         host=("host", "max"),
     )
     peaks["_rank"] = [style.rank(str(name)) for name in peaks["framework"]]
+    first = frame.loc[frame.groupby("series", sort=False)["live"].idxmax()].set_index("series")["cell"]
+    low, high = peaks["reserved"].min(), peaks["reserved"].max()
+    asides = []
+    if pd.notna(low):
+        reserved = words.number(low) + ("" if words.number(low) == words.number(high) else f" to {words.number(high)}")
+        asides.append(f"of {reserved} MiB reserved")
+    if len(peaks) > MOST_LINES:
+        peaks = peaks.sort_values("budget", kind="stable").drop_duplicates("framework")
+        asides += ["at each framework's smallest budget"] if len(peaks) < len(first) else []
     for series, row in peaks.sort_values(["_rank", "budget"], ascending=[True, False]).iterrows():
         text = f"{series}: {words.number(row['live'])}"
         if pd.notna(row["host"]) and row["host"] > 0:
             text += f" (and {words.number(row['host'])} on the host)"
         parts.append(text)
-    first = frame.loc[frame.groupby("series", sort=False)["live"].idxmax(), "cell"]
-    low, high = peaks["reserved"].min(), peaks["reserved"].max()
-    aside = ""
-    if pd.notna(low):
-        same = words.number(low) == words.number(high)
-        aside = (
-            f", of {words.number(low)} MiB reserved"
-            if same
-            else f", of {words.number(low)} to {words.number(high)} MiB reserved"
-        )
+    aside = f", {', '.join(asides)}," if asides else ""
     also = f" for {model}" if data.table["model"].nunique() > 1 else ""
     return Finding(
-        f"The most KV in use at once{also} over all loads{aside}, was, in MiB, {'; '.join(parts)}.",
-        [str(cell) for cell in first],
+        f"The most KV in use at once{also} over all loads{aside} was, in MiB, {'; '.join(parts)}.",
+        [str(first[series]) for series in peaks.index],
     )
 
 

@@ -9,7 +9,7 @@ from matplotlib.axes import Axes
 from matplotlib.transforms import ScaledTranslation
 
 from kvstudy.report import style, words
-from kvstudy.report.data import StudyData
+from kvstudy.report.data import StudyData, series_of
 from kvstudy.report.figures.captions import interval_text, joined, marks_text, samples_text, setting_text
 from kvstudy.report.figures.drawing import (
     MOST_PANELS,
@@ -53,6 +53,8 @@ _SETTING = (
     "kv_memory_mib",
     "hardware",
 )
+#: More budgets than these have panels of their own.
+MOST_BUDGETS = 3
 #: Axes of the workload; along the others the workload is one.
 _OF_WORKLOAD = ("long_share", "shared_share", "prompt_tokens", "output_tokens")
 
@@ -107,7 +109,7 @@ def of_classes(data: StudyData, metric: str, part: pd.DataFrame) -> list[tuple[s
 def _panels(data: StudyData, metric: str, frame: pd.DataFrame) -> list[tuple[str, str | None, pd.DataFrame]]:
     """Title, axis and points of each panel; a title names only what differs."""
     below_full = sorted({float(b) for b in frame["budget_share"] if b < 1})
-    crowded = len(below_full) > 3
+    crowded = _crowded(frame)
     parts: list[tuple[dict[str, str], str | None, pd.DataFrame]] = []
     along = [("all requests", axis, part) for axis, part in families(frame)]
     mixes = [part for _, axis, part in along if axis == "long_share"]
@@ -137,6 +139,11 @@ def _panels(data: StudyData, metric: str, frame: pd.DataFrame) -> list[tuple[str
     return found
 
 
+def _crowded(frame: pd.DataFrame) -> bool:
+    """Whether there are so many budgets that each has panels of its own."""
+    return frame.loc[frame["budget_share"] < 1, "budget_share"].nunique() > MOST_BUDGETS
+
+
 def _load_of(first: pd.Series, axis: str | None) -> str:
     """The load as a title names it: what its axis does not say."""
     kind = str(first["load"])
@@ -162,6 +169,9 @@ def _against_load(data: StudyData, metric: str, what: str) -> Drawn:
     frame = pd.concat([frame, *apart])
     drawing, axes_list, wide = grid(len(panels))
     lines = data.lines(frame)
+    if _crowded(frame):  # titles say the budget, and a line of every panel has one sample in the legend
+        lines = series_of(frame.assign(series=frame["line"]))
+        panels = [(title, axis, part.assign(series=part["line"])) for title, axis, part in panels]
     for axes, (title, axis, part) in zip(axes_list, panels, strict=True):
         _draw_lines(axes, part.assign(x=part[axis] if axis else 0.0), "x", lines, shown.factor)
         axes.set_title(wrapped(title, 34))

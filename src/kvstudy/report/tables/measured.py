@@ -350,7 +350,7 @@ def guide(data: StudyData) -> Table:
             [
                 load_of(first),
                 *(
-                    "no telling apart" if len(names) == everyone > 2 else " ≈ ".join(names) or "–"
+                    "no telling apart" if len(names) == everyone > 2 else " ≈ ".join(in_brief(part, names)) or "–"
                     for names in best.values()
                 ),
             ]
@@ -369,6 +369,18 @@ def guide(data: StudyData) -> Table:
     )
     heads = heads_of(pd.DataFrame(firsts))
     return Table("guide", title, note, columns, rows, pd.DataFrame(records), heads=heads, cells=sources)
+
+
+def in_brief(part: pd.DataFrame, names: list[str]) -> list[str]:
+    """Lines of one strategy that differ in their budgets alone as one: the best, and how many more there are."""
+    line_of = dict(zip(part["series"], part["line"], strict=True))
+    alike: dict[str, list[str]] = {}
+    for name in names:
+        alike.setdefault(str(line_of[name]), []).append(name)
+    return [
+        one if not others else f"{one}, {others[0]}" if len(others) == 1 else f"{one} and {len(others)} other budgets"
+        for one, *others in alike.values()
+    ]
 
 
 def _reach(frame: pd.DataFrame) -> str:
