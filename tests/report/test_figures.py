@@ -118,6 +118,15 @@ def test_many_budgets_have_panels_and_share_a_legend(study: Study) -> None:
     assert all(len([line for line in axes.lines if len(line.get_xdata())]) >= 2 for axes in drawing.axes)
 
 
+def test_an_axis_is_named_after_what_varies_whatever_the_load(study: Study) -> None:
+    sizes = (32.0, 64.0)
+    data = study([Spec(name, None, at_once=12, kv_memory_mib=mib) for name in ("vllm", "full") for mib in sizes])
+    (axes,) = figures.draw("ttft_vs_rate", data).figure.axes
+    assert axes.get_xlabel() == "KV memory (MiB)"
+    (axes,) = figures.draw("ttft_vs_rate", study([Spec("full", None, at_once=12)])).figure.axes
+    assert axes.get_xlabel() == "requests at once"
+
+
 def test_the_memory_sentence_is_short(study: Study) -> None:
     budgets = (0.5, 0.3, 0.2, 0.1)
     data = study([Spec("full"), *(Spec(name, budget=share) for name in ("h2o", "streaming") for share in budgets)])

@@ -175,7 +175,7 @@ def _against_load(data: StudyData, metric: str, what: str) -> Drawn:
     for axes, (title, axis, part) in zip(axes_list, panels, strict=True):
         _draw_lines(axes, part.assign(x=part[axis] if axis else 0.0), "x", lines, shown.factor)
         axes.set_title(wrapped(title, 34))
-        at_once = (part["load"] == "burst").all()
+        at_once = axis in (None, "concurrency") and (part["load"] == "burst").all()
         axes.set_xlabel(wrapped("requests at once" if at_once else AXES[axis] if axis else "", 34))
         if axis is None:
             axes.set_xticks([])
