@@ -24,11 +24,11 @@ inflation at a quantile is up to that of the values, in the tail half as much ag
 set by simulated M/M/1 and M/D/1 queues, the only numbers here that are.
 
 Where the effective size is too small for a bound of a percentile there is none (None, NA in the summary), on
-one side or on both; a mean's interval is then as wide as three observations make it. Coverage over seeds is
-in `tests/test_statistics.py`: means 93 to 97 % at 95 from 100 requests on, for AR(1) up to 0.9 with Gaussian
-and with lognormal values, for heavy tails, and for waiting times of an M/D/1 queue at rho 0.8. Too narrow they
-still are where a short series is one busy period or two (100 waiting times at rho 0.9: 84 %; at 0.8 with
-services that vary added to them: 89 %).
+one side or on both; a mean's interval is then as wide as three observations make it. `python -m
+benchmarks.coverage` has what intervals of means cover, `tests/test_statistics.py` holds some of it: 93 to 97 %
+at 95 from 100 requests on, for AR(1) up to 0.9 with Gaussian and with lognormal values and for heavy tails, and
+from 300 on for waiting times of queues. Too narrow they still are where a short series is one busy period or
+two (100 waiting times at rho 0.9: 83 %; at 0.8 with services that vary added to them: 88 %).
 """
 
 from __future__ import annotations
