@@ -107,6 +107,18 @@ def test_crossing_over_model_size() -> None:
     assert decide(of(1e8), **predicate).status == "not testable"
 
 
+def test_crossing_over_mixes_at_equal_tokens_a_second() -> None:
+    """Each mix has a rate of its own there, and all are under one load."""
+    table = []
+    for share, rate in ((0.0, 2.5), (0.5, 0.8)):
+        load = {"long_share": share, "token_rate": 300.0}
+        better = metric("e2el.mean", 0.5 if share else 2.0)
+        table += [cell("vllm", rate, **load), cell("h2o", rate, **load, **better)]
+    predicate = {"kind": "crossing", "metric": "e2el.mean", "axis": "long_share"}
+    done = decide(table, **predicate, frameworks=[{"framework": "vllm"}, {"framework": "h2o"}])
+    assert done.status == "supported" and "300 tokens/s" in done.numbers[0].what
+
+
 @pytest.mark.parametrize(("latency", "status"), [(0.5, "supported"), (2.0, "contradicted")])
 def test_no_winner(latency: float, status: str) -> None:
     def of(name: str, _: float) -> dict[str, Any]:

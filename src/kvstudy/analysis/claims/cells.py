@@ -28,14 +28,14 @@ _CONDITIONS = (
     "output_tokens",
     "shared_share",
     "load",
-    "rate",
+    "offered",
     "burstiness",
     "concurrency",
     "kv_memory_mib",
     "hardware",
 )
 _AXIS_COLUMNS: dict[str, tuple[str, ...]] = {
-    "load": ("rate", "concurrency"),
+    "load": ("offered", "concurrency"),
     "parameters": ("model", "parameters"),
     "burstiness": ("load", "burstiness"),
 }
@@ -52,6 +52,8 @@ def with_derived(table: pd.DataFrame) -> pd.DataFrame:
     table.attrs = {}
     table["burstiness"] = pd.to_numeric(table["burstiness"]).mask(table["load"] == "poisson", 1.0)
     table["level"] = table["rate"].fillna(table["concurrency"])
+    # Workloads of different lengths at equal tokens a second have rates of their own, and are under one load.
+    table["offered"] = pd.to_numeric(table["token_rate"]).fillna(table["rate"])
     empty = pd.Series(np.nan, index=table.index)
     weights = table.get("memory.weights.device", empty)
     for kind, column in (("reserved", "memory.kv_reserved.device"), ("live", "memory.kv_live_peak.device")):
@@ -192,7 +194,9 @@ def contexts(rows: pd.DataFrame, axis: str) -> list[Context]:
         names = [str(first[key]) for key in ("model", "workload") if key not in apart]
         if axis != "kv_memory_mib":
             names.append(f"{first['kv_memory_mib']:g} MiB")
-        if axis != "load":
+        if axis != "load" and pd.notna(first["token_rate"]):
+            names.append(f"{first['token_rate']:g} tokens/s")
+        elif axis != "load":
             names.append(f"{first['level']:g} {'requests/s' if pd.notna(first['rate']) else 'in flight'}")
         found.append(Context(", ".join(names), part, column))
     return found
