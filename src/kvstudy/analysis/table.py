@@ -424,6 +424,19 @@ def usable(table: pd.DataFrame) -> pd.Series:
     return (table["outcome"] == "ok") & valid & (table["source"] != "debug").fillna(True).astype(bool)
 
 
+def with_offered(frame: pd.DataFrame) -> pd.DataFrame:
+    """Add what makes two rows' loads equals although their rates or their names differ.
+
+    `offered`: tokens a second where a load is given by them (workloads of different lengths then have rates of their
+    own), else requests a second. `loop`: arrivals of any burstiness are `open`. `burstiness`: Poisson's is 1.
+    """
+    return frame.assign(
+        offered=pd.to_numeric(frame["token_rate"]).fillna(frame["rate"]),
+        loop=frame["load"].replace({"poisson": "open", "gamma": "open"}),
+        burstiness=pd.to_numeric(frame["burstiness"]).mask(frame["load"] == "poisson", 1.0),
+    )
+
+
 def read_table(path: Path) -> pd.DataFrame:
     """The table that `analysis.run` wrote.
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pandas as pd
 
 from kvstudy.analysis.replicates import OVER_SEEDS
-from kvstudy.analysis.table import MISSING
+from kvstudy.analysis.table import MISSING, with_offered
 from kvstudy.report import style, words
 from kvstudy.report.admission import LOAD, course, observed
 from kvstudy.report.data import StudyData, memory_bytes
@@ -93,14 +93,13 @@ def _at_load(group: pd.DataFrame, metric: str, highest: bool) -> tuple[str, str,
     points. Arrivals of any burstiness are one kind of load.
     """
     part = group[(group["metric"] == metric) & ~group["starred"]]
-    loop = part["load"].replace({"poisson": "open", "gamma": "open"})
-    part = part[loop == loop.mode().iloc[0]] if not part.empty else part
+    kinds = with_offered(part).fillna({"burstiness": 1.0})
+    kinds = kinds[kinds["loop"] == kinds["loop"].mode().iloc[0]] if not part.empty else kinds
     levels = []
-    for _, at in part.groupby(["rate", "concurrency", "burstiness"], dropna=False):
-        if at["series"].nunique() >= min(2, part["series"].nunique()):
-            first = at.iloc[0]
-            burstiness = 1.0 if pd.isna(first["burstiness"]) else float(first["burstiness"])
-            levels.append(((words.level(first["rate"], first["concurrency"]), burstiness), words.load(first), at))
+    for (rate, concurrency, burstiness), at in kinds.groupby(["rate", "concurrency", "burstiness"], dropna=False):
+        if at["series"].nunique() >= min(2, kinds["series"].nunique()):
+            at = part.loc[at.index]  # whose names say no burstiness of Poisson arrivals
+            levels.append(((words.level(rate, concurrency), burstiness), words.load(at.iloc[0]), at))
     if not levels:
         return None
     levels.sort(key=lambda item: item[0])

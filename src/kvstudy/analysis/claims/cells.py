@@ -14,7 +14,7 @@ import pandas as pd
 from kvstudy.analysis.claims.estimates import NotTestable, Numbers, exact, log_estimate, variance
 from kvstudy.analysis.claims.schema import Side
 from kvstudy.analysis.replicates import ENOUGH_SEEDS
-from kvstudy.analysis.table import AXES, KEYS, RESULTS
+from kvstudy.analysis.table import AXES, KEYS, RESULTS, with_offered
 
 GIB = 2**30
 
@@ -48,12 +48,9 @@ _METRIC = re.compile(r"^(ttft|tpot|itl|e2el)\.(p50|mean)|^(throughput|goodput|ra
 def with_derived(table: pd.DataFrame) -> pd.DataFrame:
     """What claims speak of: axes, results, metrics, and level of load, bytes on the device, tokens/s a GiB."""
     kept = [c for c in table.columns if c in (*KEYS, *AXES, *RESULTS) or _METRIC.match(str(c))]
-    table = table[kept].copy()
+    table = with_offered(table[kept])
     table.attrs = {}
-    table["burstiness"] = pd.to_numeric(table["burstiness"]).mask(table["load"] == "poisson", 1.0)
     table["level"] = table["rate"].fillna(table["concurrency"])
-    # Workloads of different lengths at equal tokens a second have rates of their own, and are under one load.
-    table["offered"] = pd.to_numeric(table["token_rate"]).fillna(table["rate"])
     empty = pd.Series(np.nan, index=table.index)
     weights = table.get("memory.weights.device", empty)
     for kind, column in (("reserved", "memory.kv_reserved.device"), ("live", "memory.kv_live_peak.device")):

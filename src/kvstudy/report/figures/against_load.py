@@ -8,6 +8,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.transforms import ScaledTranslation
 
+from kvstudy.analysis.table import with_offered
 from kvstudy.report import style, words
 from kvstudy.report.data import StudyData, series_of
 from kvstudy.report.figures.captions import interval_text, joined, marks_text, samples_text, setting_text
@@ -65,13 +66,7 @@ def families(frame: pd.DataFrame) -> list[tuple[str | None, pd.DataFrame]]:
     Points that differ in the load alone make a panel along it; those that are left, along the first axis in which alone
     they differ from others (which may be shown twice, as the beginning of several lines); the rest stand by themselves.
     """
-    # A mix of lengths at equal tokens a second has a rate of its own at each share, and arrivals without a name for
-    # their burstiness are Poisson's.
-    frame = frame.assign(
-        burstiness=frame["burstiness"].mask(frame["load"] == "poisson", 1.0),
-        offered=frame["token_rate"].fillna(frame["rate"]),
-        loop=frame["load"].replace({"poisson": "open", "gamma": "open"}),
-    )
+    frame = with_offered(frame)
     found: list[tuple[str | None, pd.DataFrame]] = []
     left = pd.Series(True, index=frame.index)
     for axis in AXES:
@@ -109,7 +104,6 @@ def of_classes(data: StudyData, metric: str, part: pd.DataFrame) -> list[tuple[s
 def _panels(data: StudyData, metric: str, frame: pd.DataFrame) -> list[tuple[str, str | None, pd.DataFrame]]:
     """Title, axis and points of each panel; a title names only what differs."""
     below_full = sorted({float(b) for b in frame["budget_share"] if b < 1})
-    crowded = _crowded(frame)
     parts: list[tuple[dict[str, str], str | None, pd.DataFrame]] = []
     along = [("all requests", axis, part) for axis, part in families(frame)]
     mixes = [part for _, axis, part in along if axis == "long_share"]
@@ -125,7 +119,7 @@ def _panels(data: StudyData, metric: str, frame: pd.DataFrame) -> list[tuple[str
             "memory": "" if axis == "kv_memory_mib" else f"KV {words.plain(first['kv_memory_mib'])} MiB",
             "hardware": str(first["hardware"]),
         }
-        if crowded:
+        if _crowded(frame):
             for budget in below_full:
                 kept = part[(part["budget_share"] == budget) | (part["budget_share"] == 1)]
                 if (kept["budget_share"] == budget).any():
