@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -27,6 +29,12 @@ def pool_for(
         shape = (length, kv_heads, dim)
         attention.store(kv, slots, torch.randn(shape).to(dtype), torch.randn(shape).to(dtype))
     return kv, tables, torch.tensor(lengths, dtype=torch.int32)
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler")
+def test_where_there_is_a_compiler_there_are_kernels() -> None:
+    """All other tests of compiled code are left out where it is not to be had, and would not notice a broken one."""
+    assert kernels.library() is not None
 
 
 @needs_kernels

@@ -96,13 +96,14 @@ def test_mean_for_sum_in_the_served_column_sums(monkeypatch: pytest.MonkeyPatch)
     assert next(disagreeing("flexgen_h2o", "flexgen"), None) is not None
 
 
-def fetched_at(alpha: float) -> int:
-    """Entries that the served `request` fetches of a prompt at most, in one decode step."""
+def fetched_at(alpha: float, *, compiled: bool = False) -> int:
+    """Entries that the served `request` fetches of a prompt at most, in one decode step, with or without our C."""
     source = DATA / "infinigen_opt"
     with served.model_folder(source) as model:
         engine = served.engine_for(model, "infinigen", {"skew": "none", "alpha": alpha, "max_num_kv": 99}, 7)
         policy = engine.policies["infinigen"]
         assert isinstance(policy, InfiniGen)
+        policy.kernel = policy.kernel if compiled else None
         numbers: list[int] = []
         policy.watch = lambda fetched: numbers.append(int(fetched.numbers.max()))
         served.forced(engine, [list(range(3, 33))], [[3, 4]])
@@ -111,7 +112,7 @@ def fetched_at(alpha: float) -> int:
 
 def test_served_threshold_must_be_strict(monkeypatch: pytest.MonkeyPatch) -> None:
     """No two of the authors' scores are alpha apart to the last bit; at alpha = 0 the greatest is its own threshold."""
-    assert fetched_at(0.0) == 0
+    assert fetched_at(0.0) == fetched_at(0.0, compiled=True) == 0
     mutate(monkeypatch, infinigen_rules, "scores > floor if strict", "scores >= floor if strict")
     assert fetched_at(0.0) == 1
 

@@ -129,6 +129,8 @@ class Model:
         self.attention_modules = self._find_attention()
         self.attend: Attend = _Probe()
         self.fused: fused.Llama | None = None
+        self.angles: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+        """The positions last rotated to, with their cosines and sines: every layer of a step asks for the same."""
         self.geometry, self.layers = self._probe()
         self.eos_ids = _eos_ids(config.model_dir, self.config)
         self._check_shards(config.tensor_parallel)
@@ -172,15 +174,23 @@ class Model:
         rotary = getattr(self.lm.base_model, "rotary_emb", None)
         if rotary is None:
             return x
-        if self.fused is not None:
-            cos, sin = self.fused.cos[positions][:, None], self.fused.sin[positions][:, None]
-        else:
-            cos, sin = (t[0][:, None] for t in rotary(x, position_ids=positions[None]))
+        if self.angles is None or self.angles[0] is not positions:
+            self.angles = (positions, *self._cos_sin(rotary, positions, x.shape[-1]))
+        _, cos, sin = self.angles
         half = x.shape[-1] // 2
-        if cos.shape[-1] == half:  # GPT-OSS gives each angle once
-            cos, sin = (torch.cat((t, t), dim=-1) for t in (cos, sin))
         turned: torch.Tensor = x * cos + torch.cat((-x[..., half:], x[..., :half]), dim=-1) * sin
         return turned
+
+    def _cos_sin(self, rotary: Any, positions: torch.Tensor, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both `[T, 1, head_dim]`."""
+        if self.fused is not None:
+            cos, sin = self.fused.cos[positions], self.fused.sin[positions]
+        else:
+            like = torch.empty(0, dtype=self.dtype, device=positions.device)
+            cos, sin = (t[0] for t in rotary(like, position_ids=positions[None]))
+        if cos.shape[-1] * 2 == dim:  # GPT-OSS gives each angle once
+            cos, sin = (torch.cat((t, t), dim=-1) for t in (cos, sin))
+        return cos[:, None], sin[:, None]
 
     def full_attention(self, layer: int) -> torch.nn.Module:
         """The library's attention module of a full-attention layer, counted as policies count."""

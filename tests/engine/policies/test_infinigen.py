@@ -327,13 +327,18 @@ def test_compiled_loops_are_the_plain_ones(dtype: torch.dtype) -> None:
     random = torch.Generator().manual_seed(0)
     rows, heads, group, columns, dim, size = 3, 2, 3, 5, 8, 4
     held, room, numbers = np.array([700, 1, 523]), np.array([701, 9, 640]), np.array([70, 1, 523])
-    q = torch.randn(rows, heads, group, columns, generator=random)
+    q = torch.randn(rows, heads * group, dim, generator=random).to(dtype)
+    turn = torch.randn(rows, heads, dim, columns, generator=random).to(dtype)
     partial = [torch.randn(heads, columns, n, generator=random).to(dtype) for n in room]
     scores = torch.full((rows, heads, 700), -torch.inf)
     addresses = np.array([p.data_ptr() for p in partial])
-    compiled.scores(q, addresses, held, room, dtype, scores)
+    counts = compiled.scores(q, turn, 0.5, addresses, held, room, 4.0, scores)
+    assert torch.equal(counts, infinigen_rules.qualifying(scores, 4.0)) and 1 < counts.max() < 700
+    assert compiled.scores(q, turn, 0.5, addresses, held, room, math.inf, scores)[:, 0].tolist() == held.tolist()
+    assert not compiled.scores(q, turn, 0.5, addresses, held, room, 0.0, scores).any(), "strict, as the rule is"
+    turned = (q.view(rows, heads, group, dim) @ turn * 0.5).float()
     for row, keys in enumerate(partial):
-        want = q[row] @ keys.float()[:, :, : held[row]]
+        want = turned[row] @ keys.float()[:, :, : held[row]]
         want = infinigen_rules.group_max(want.flatten(0, 1), heads)
         assert torch.allclose(scores[row, :, : held[row]], want, atol=1e-5)
         assert (scores[row, :, held[row] :] == -torch.inf).all()

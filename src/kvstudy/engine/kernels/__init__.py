@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 SOURCES = ("attention.c", "prefill.c", "layers.c", "infinigen.c")
 HEADERS = ("simd.h",)
-BUILD = "-O3 -march=native -fPIC -fopenmp -std=gnu11"
+BUILD = "-O3 -march=native -fPIC -fopenmp -std=gnu11 -Werror=implicit-function-declaration"
 MATH = "-fno-math-errno -fno-trapping-math -fno-signed-zeros -fassociative-math"
 FLAGS = f"{BUILD} {MATH}".split()
 PACKED_ROWS = 32
@@ -48,8 +48,8 @@ SIGNATURES = {
     "linear": "plipiipi",
     "llama_before": "piipfpippiippi",
     "llama_after": "piipippfpipppi",
-    "ig_scores_f32": "ppppllllpli",
-    "ig_scores_bf16": "ppppllllpli",
+    "ig_scores_f32": "ppfppp" + "lllll" + "fplpi",
+    "ig_scores_bf16": "ppfppp" + "lllll" + "fplpi",
     "ig_select": "plpplllpi",
     "ig_gather": "ppllplpllpli",
 }

@@ -497,15 +497,15 @@ class InfiniGen(Policy):
         assert self.batch is not None
         g, at = self.geometry, layer - WHOLE_LAYERS
         q = self.context.rotate(self.context.project_q(layer, hidden), rows.positions)
-        partial_q = q.view(len(rows), g.kv_heads, g.group, g.head_dim) @ self.batch.turn[at] * g.scale
+        turn = self.batch.turn[at]
         if self.kernel is not None:
             addresses = self.partial_at + at * self.partial_step
-            self.kernel.scores(partial_q.float(), addresses, self.held, self.room, g.dtype, self.scores)
-        else:
-            for row, request in enumerate(rows.requests):
-                state: State = request.kv
-                guess = partial_q[row] @ state.partial[at, :, :, : state.held]
-                self.scores[row, :, : state.held] = rules.group_max(guess.flatten(0, 1), g.kv_heads)
+            return self.kernel.scores(q, turn, g.scale, addresses, self.held, self.room, self.alpha, self.scores)
+        partial_q = q.view(len(rows), g.kv_heads, g.group, g.head_dim) @ turn * g.scale
+        for row, request in enumerate(rows.requests):
+            state: State = request.kv
+            guess = partial_q[row] @ state.partial[at, :, :, : state.held]
+            self.scores[row, :, : state.held] = rules.group_max(guess.flatten(0, 1), g.kv_heads)
         return rules.qualifying(self.scores, self.alpha)
 
     def _fetch(self, layer: int, rows: Rows, numbers: np.ndarray) -> tuple[int, torch.Tensor]:

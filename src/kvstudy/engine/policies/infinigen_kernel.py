@@ -22,23 +22,30 @@ class Kernel:
     def scores(
         self,
         q: torch.Tensor,
+        turn: torch.Tensor,
+        scale: float,
         partial: np.ndarray,
         held: np.ndarray,
         room: np.ndarray,
-        dtype: torch.dtype,
+        alpha: float,
         out: torch.Tensor,
-    ) -> None:
-        """Write the first held[row] places of `out` [rows, kv_heads, width]; q: float32 [rows, kv_heads, group, d'].
+    ) -> torch.Tensor:
+        """Write the first held[row] places of `out` [rows, kv_heads, width]; returns how many are within alpha.
 
-        partial: each row's address of one layer's partial keys [kv_heads, d', room[row]] in `dtype`; all int64.
+        q: [rows, heads, head_dim]; turn: [rows, kv_heads, head_dim, d'] of the same type; partial: each row's address
+        of one layer's partial keys [kv_heads, d', room[row]] in that type; all int64, as the counts [rows, kv_heads].
         """
-        rows, heads, group, columns = q.shape
-        failed = self._scores[dtype](
-            q.data_ptr(), partial.ctypes.data, held.ctypes.data, room.ctypes.data, rows, heads, group, columns,
-            out.data_ptr(), out.shape[2], torch.get_num_threads(),
+        rows, heads, width = out.shape
+        dim, columns = turn.shape[2:]
+        q, turn = q.contiguous(), turn.contiguous()
+        counts = torch.empty((rows, heads), dtype=torch.int64)
+        failed = self._scores[q.dtype](
+            q.data_ptr(), turn.data_ptr(), scale, partial.ctypes.data, held.ctypes.data, room.ctypes.data, rows, heads,
+            q.shape[1] // heads, dim, columns, alpha, out.data_ptr(), width, counts.data_ptr(), torch.get_num_threads(),
         )  # fmt: skip
         if failed:
             raise MemoryError("infinigen: no memory for its scores")
+        return counts
 
     def select(self, scores: torch.Tensor, held: np.ndarray, numbers: np.ndarray, places: int) -> torch.Tensor:
         """Each row's and head's best numbers[row] < places of the first held[row] scores [rows, kv_heads, width].

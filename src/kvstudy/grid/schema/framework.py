@@ -214,9 +214,9 @@ class InfiniGen(_Native):
     pool_capacity: float = Field(default=1.0, gt=0.0, le=1.0)
     pool_rule: Literal["fifo", "lru", "counter"] = "counter"
     host_kv_memory_mib: PositiveFloat = 4096.0
-    # Raised when what it selects changes, as `harness_version` is for everyone: its cells alone are measured again.
-    # 2: with grouped heads each query head's scores count from its own greatest.
-    revision: Literal[2] = 2
+    # Raised when what it selects or takes changes, as `harness_version` is for everyone: its cells alone are measured
+    # again. 2: with grouped heads each query head's scores count from its own greatest. 3: its speculation in C, faster.
+    revision: Literal[3] = 3
 
     @property
     def label(self) -> str:
