@@ -215,7 +215,7 @@ class InfiniGen(_Native):
     pool_rule: Literal["fifo", "lru", "counter"] = "counter"
     host_kv_memory_mib: PositiveFloat = 4096.0
     # Raised when what it selects or takes changes, as `harness_version` is for everyone: its cells alone are measured
-    # again. 2: with grouped heads each query head's scores count from its own greatest. 3: its speculation in C, faster.
+    # again. 2: with grouped heads each query head's scores count from its own greatest. 3: faster speculation, in C.
     revision: Literal[3] = 3
 
     @property
