@@ -8,9 +8,6 @@
 # Each stage is one file of rules, and each rule one command of `kvstudy`, which works without snakemake too.
 
 
-report: "reports/workflow.rst"
-
-
 include: "workflow/rules/plan.smk"
 include: "workflow/rules/models.smk"
 include: "workflow/rules/environments.smk"
@@ -19,6 +16,13 @@ include: "workflow/rules/quality.smk"
 include: "workflow/rules/analyse.smk"
 include: "workflow/rules/report.smk"
 include: "workflow/rules/track.smk"
+
+
+# A study's question and answer open its report, once there is one.
+OPENING = Path(STUDY_DIR, "opening.rst").resolve()
+
+
+report: str(OPENING) if OPENING.is_file() else "reports/workflow.rst"
 
 
 rule all:

@@ -68,17 +68,18 @@ def grid(argv: list[str]) -> int:
         for cell in visit.cells:
             state = "measured" if is_whole(layout.cell(cell.cell_id)) else "to do"
             rows.append((cell.cell_id, str(priority), state))
-    done = frozenset(row[0] for row in rows if row[2] == "measured")
+    measured = sum(row[2] == "measured" for row in rows)
     for asked in plan.quality:
         for one in asked.cells:
             rows.append((one.cell_id, "-", "scored" if is_whole(layout.cell(one.cell_id)) else "to do"))
     width = max(len(row[0]) for row in rows)
     for name, number, state in rows:
         print(f"{name:{width}}  {number:>5}  {state}")
-    print(f"\n{plan.name}: {len(plan.cells)} cells in {len(plan.visits)} visits, {len(done)} measured")
+    print(f"\n{plan.name}: {len(plan.cells)} cells in {len(plan.visits)} visits, {measured} measured")
     if plan.quality:
         scored = sum(row[2] == "scored" for row in rows)
         print(f"quality: {sum(len(asked.cells) for asked in plan.quality)} cells, {scored} scored")
+    done = frozenset(name for name, _, state in rows if state in ("measured", "scored"))
     print(estimate(plan, done).text(max((cell.hardware.gpus for cell in plan.cells), default=0)))
     reasons: dict[str, list[str]] = {}
     for entry in plan.left_out:

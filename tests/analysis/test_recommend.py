@@ -200,3 +200,19 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = json.loads(capsys.readouterr().out)
     assert answer["answers"][0]["framework"] == "vllm"
     assert guide.main([*base, "--context", "99999"]) == 1
+
+
+def test_an_interval_that_is_missing_has_its_reason() -> None:
+    frame = table()
+    frame[["ttft.p50.low", "ttft.p50.high"]] = np.nan
+    query = guide.Query("m", 400.0, 2.0, 64.0)
+    answers = guide.recommend(frame, query)
+    said = guide._text(answers, query, [])
+    assert f"[no interval: {guide.TOO_FEW}]" in said and f"[no interval: {guide.NO_SPREAD}]" in said
+    assert "[no interval]" not in said and not answers[0].predictions["e2el.p50"].unknown
+
+
+def test_a_budget_of_1_is_named_beside_smaller_ones() -> None:
+    rows = [cell("h2o", 1.0, budget_share=share) for share in (1.0, 0.3)] + [cell("full", 1.0)]
+    labels = set(guide.measured(pd.DataFrame(rows))["label"])
+    assert labels == {"h2o native b=1", "h2o native b=0.3", "full native"}

@@ -26,7 +26,8 @@ def test_a_study_of_one_question_takes_a_coffee_break(study: str) -> None:
 
 def test_what_is_measured_takes_nothing_more() -> None:
     plan = make_plan(CONF, ["study=tiny"])
-    one, *rest = (cell.cell_id for cell in plan.cells)
+    visits = (*plan.visits, *plan.quality)
+    one, *rest = (cell.cell_id for visit in visits for cell in visit.cells)
     assert estimate(plan, frozenset(rest)).wall_s < estimate(plan).wall_s
     assert estimate(plan, frozenset([one, *rest])).text() == "nothing to measure"
 
@@ -49,3 +50,20 @@ def test_paper_is_composed_for_four_gpus_and_covers_the_paper_s_axes() -> None:
     assert {cell.model.gpus for cell in cells} == {1, 2, 4}
     assert {cell.budget.share for cell in cells} == {1.0, 0.5, 0.3, 0.1}
     assert len({cell.model.name for cell in cells}) == 3
+
+
+def test_quality_takes_what_it_took() -> None:
+    """`study=sparsity` was scored in 885 s (41 deployments of ours, five served as a check) and 469 s (vLLM)."""
+    plan = make_plan(CONF, ["study=sparsity"])
+    speed = frozenset(cell.cell_id for cell in plan.cells)
+    found = estimate(plan, speed)
+    assert (found.cells, found.scored, found.tasks) == (0, 42, 0)
+    assert 0.85 * (885 + 469) < found.wall_s < 1.25 * (885 + 469)
+    assert "score 42 for quality" in found.text() and "measure" not in found.text()
+    scored = frozenset(cell.cell_id for asked in plan.quality for cell in asked.cells)
+    assert estimate(plan, speed | scored).text() == "nothing to measure"
+
+
+def test_what_the_plan_cannot_know_of_tasks_is_said() -> None:
+    found = estimate(make_plan(CONF, ["study=paper"]))
+    assert 0 < found.tasks < found.scored and f"lm-eval's tasks take in {found.tasks} of them" in found.text(4)

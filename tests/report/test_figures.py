@@ -12,9 +12,8 @@ import pandas as pd
 import pytest
 from fabricate import Spec
 
-from kvstudy.report import figures, findings, style
+from kvstudy.report import families, figures, findings, style
 from kvstudy.report.data import StudyData
-from kvstudy.report.figures import against_load
 
 Study = Callable[[list[Spec]], StudyData]
 
@@ -176,7 +175,7 @@ def test_panels_run_along_the_load_and_then_along_what_else_varies() -> None:
             point(model="other"),
         ]
     ).astype({name: float for name in ("turns", "rate", "token_rate", "concurrency", "burstiness")})
-    found = [(axis, sorted(part.index)) for axis, part in against_load.families(frame)]
+    found = [(axis, sorted(part.index)) for axis, part in families.families(frame)]
     assert found == [
         ("rate", [0, 1]),
         ("long_share", [0, 2]),
@@ -193,5 +192,5 @@ def test_a_mix_at_equal_tokens_a_second_runs_along_the_share_though_its_rates_di
     same |= {"turns": float("nan"), "load": "poisson", "concurrency": float("nan"), "burstiness": float("nan")}
     same |= {"kv_memory_mib": 16.0, "hardware": "cpu"}
     frame = pd.DataFrame([row | same | {"workload_key": str(row["long_share"])} for row in rows])
-    ((axis, part),) = against_load.families(frame)
+    ((axis, part),) = families.families(frame)
     assert (axis, len(part)) == ("long_share", 2)

@@ -78,11 +78,13 @@ rule document:
         tables=rules.tables.input,
         template="reports/study.typ",
     output:
-        report(
+        pdf=report(
             f"{STUDY_DIR}/report.pdf",
             caption="../../reports/captions/document.rst",
             category="Report",
         ),
+        # Question and answer, which Snakemake's own report opens with (Snakefile).
+        opening=f"{STUDY_DIR}/opening.rst",
     log:
         f"{RESULTS}/logs/{STUDY}/document.log",
     params:
@@ -90,7 +92,7 @@ rule document:
         results=results_folder,
     shell:
         "kvstudy report --study-dir {params.study:q} --plan {input.plan:q} --results {params.results:q}"
-        " --template {input.template:q} --out {output:q} > {log:q}"
+        " --template {input.template:q} --out {output.pdf:q} > {log:q}"
 
 
 # The LaTeX route, for who has a LaTeX: the same figures and tables, in a two-column paper.

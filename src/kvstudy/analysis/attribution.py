@@ -41,8 +41,8 @@ CONTROL = "full"
 OVER_REQUESTS = "t over effective requests"
 WITHIN_CELLS = "within cells"
 
-#: Metrics taken request by request, and their unit before the ratio.
-PAIRED = ("ttft", "tpot", "e2el")
+#: Metrics taken request by request; the last of short requests alone, where a cell has long ones beside them.
+PAIRED = ("ttft", "tpot", "e2el", "ttft.short")
 THROUGHPUT = "throughput.output"
 
 COLUMNS = (
@@ -132,17 +132,20 @@ class Times:
 
 
 def request_times(cell_dir: Path) -> Times:
-    """TTFT, TPOT and E2EL of the requests of a cell that finished inside the steady window.
+    """TTFT, TPOT and E2EL of the requests of a cell that finished inside the steady window; TTFT of short ones apart.
 
     The definitions are DESIGN's: clocks start at the scheduled arrival; TPOT needs two tokens.
     """
     times = ["scheduled_s", "first_token_s", "last_token_s", "output_tokens"]
-    table = read_columns(cell_dir / REQUESTS, ["index", "status", "in_window", *times])
+    table = read_columns(cell_dir / REQUESTS, ["index", "status", "in_window", "length_class", *times])
     table = table.filter(table["in_window"]).sort_by("index")
     scheduled, first, last, tokens = (
         table[name].cast("float64").to_numpy(zero_copy_only=False).astype(np.float64) for name in times
     )
-    ok = np.array([status == "ok" for status in table["status"].to_pylist()], dtype=bool)
+    ok, short = (
+        np.array([value == wanted for value in table[name].to_pylist()], dtype=bool)
+        for name, wanted in (("status", "ok"), ("length_class", "short"))
+    )
     with np.errstate(divide="ignore", invalid="ignore"):
         tpot = (last - first) / (tokens - 1)
     return Times(
@@ -152,6 +155,7 @@ def request_times(cell_dir: Path) -> Times:
             "ttft": np.where(ok, first - scheduled, np.nan),
             "tpot": np.where(ok & (tokens >= 2), tpot, np.nan),
             "e2el": np.where(ok, last - scheduled, np.nan),
+            "ttft.short": np.where(ok & short & (not short.all()), first - scheduled, np.nan),
         },
     )
 

@@ -48,6 +48,10 @@ LEVEL = 0.95
 #: Errors from which a quantile of them means something; with fewer the largest is doubled.
 ENOUGH_ERRORS = 19
 
+#: Why a measured value may have no interval.
+NO_SPREAD = "the largest value of a run"
+TOO_FEW = "too few requests that do not wait in one queue"
+
 SAME = ("framework", "implementation", "rule", "variant", "scheduler", "model", "hardware", "load")
 
 
@@ -76,13 +80,14 @@ class Query:
 
 @dataclass
 class Prediction:
-    """A metric at the queried point, with the cells that it was interpolated from."""
+    """A metric at the queried point, with the cells that it was interpolated from; `unknown` says why no interval."""
 
     value: float
     low: float
     high: float
     interpolated: bool
     cells: list[str]
+    unknown: str = ""
 
 
 @dataclass
@@ -122,9 +127,10 @@ def measured(table: pd.DataFrame) -> pd.DataFrame:
     frame["context"] = (1 - frame["long_share"]) * frame["prompt_tokens"] + frame["long_share"] * long_prompt
     frame["level"] = frame["rate"].fillna(frame["concurrency"])
     labels = []
+    budgeted = set(frame.loc[frame["budget_share"] < 1, "framework"])
     for row in frame.to_dict("records"):
         parts = [str(row[key]) for key in ("framework", "variant", "implementation", "rule") if row[key]]
-        parts.append(f"b={row['budget_share']:g}" if row["budget_share"] < 1 else "")
+        parts.append(f"b={row['budget_share']:g}" if row["framework"] in budgeted else "")
         labels.append(" ".join(part for part in parts if part))
     frame["label"] = labels
     return frame
@@ -321,7 +327,8 @@ def _answer(line: pd.DataFrame, query: Query, spread: dict[str, float], quality:
             value = math.exp(one.log)
             ends = (value * math.exp(-half), value * math.exp(half))
             cells = list(dict.fromkeys(one.cells))
-            answer.predictions[metric] = Prediction(value, *ends, one.interpolated, cells)
+            unknown = "" if half > 0 else NO_SPREAD if metric.startswith("kv_") else TOO_FEW
+            answer.predictions[metric] = Prediction(value, *ends, one.interpolated, cells, unknown)
             saturated |= one.saturated
             answer.distance = max(answer.distance, _distance([point.at for point in good], at))
     except Refused as reason:
@@ -376,7 +383,7 @@ def _text(answers: Sequence[Answer], query: Query, coverage: Sequence[Coverage])
         far = f"interpolated, nearest cell off by {100 * answer.distance:.0f} %" if answer.distance else "measured"
         out.append(f"{place:4}. {answer.line}{slo} ({far})")
         for metric, one in answer.predictions.items():
-            interval = f"[{one.low:.4g}, {one.high:.4g}]" if one.high > one.low else "[no interval]"
+            interval = f"[{one.low:.4g}, {one.high:.4g}]" if not one.unknown else f"[no interval: {one.unknown}]"
             name, unit = METRICS[metric]
             out.append(f"        {name:25} {one.value:9.4g} {unit:9} {interval}")
         if answer.quality is not None and answer.quality.cells:

@@ -155,3 +155,16 @@ def series_of(frame: pd.DataFrame) -> list[tuple[str, str, int]]:
         out.append((label, framework, seen.get(framework, 0)))
         seen[framework] = seen.get(framework, 0) + 1
     return out
+
+
+def markers_of(frame: pd.DataFrame) -> dict[str, str]:
+    """The marker of each `series` and `line` of a frame: of a framework's, those that differ in more than budgets."""
+    line_of = dict(zip(frame["series"], frame["line"], strict=True))
+    seen: dict[str, list[str]] = {}
+    found: dict[str, str] = {}
+    for label, framework, _ in series_of(frame):
+        lines, line = seen.setdefault(framework, []), str(line_of[label])
+        if line not in lines:
+            lines.append(line)
+        found[label] = found[line] = style.marker(framework, lines.index(line))
+    return found

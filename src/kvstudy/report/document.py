@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 import tempfile
@@ -22,8 +23,8 @@ import typst
 
 from kvstudy.analysis.plan import AnalysisError, Plan, read_plan
 from kvstudy.analysis.table import MISSING, read_provenance
-from kvstudy.grid.store import Layout
-from kvstudy.report import FIGURES, figures, findings, implementations, latex, tables, words
+from kvstudy.grid.store import Layout, write_text
+from kvstudy.report import FIGURES, answers, figures, findings, implementations, latex, tables, words
 from kvstudy.report.data import StudyData
 
 #: Sections of the document by the category of the figures they hold.
@@ -51,10 +52,13 @@ def payload(data: StudyData, plan: Plan, figure_dir: Path) -> dict[str, Any]:
     shown_tables = {name: _table(make(data), numbers) for name, make in tables.TABLES.items()}
     decided = [row for row in shown_tables["claims"]["rows"] if row[2] != "not testable"]
     shown_tables["claims"] |= {"rows": decided, "bold": [], "empty": "" if decided else "none was decided"}
+    opening = answers.answers(data)
+    said = {item.text for item in opening}
     return {
         "study": {"name": plan.name, "title": plan.title, "question": plan.question},
         "counts": _counts(table, plan),
-        "headlines": _findings(findings.headlines(data), numbers),
+        "answers": _findings(opening, numbers),
+        "headlines": _findings((item for item in findings.headlines(data) if item.text not in said), numbers),
         "failures": _findings(findings.failures(data), numbers),
         "limits": findings.limits(data),
         "machine": data.machine(),
@@ -83,6 +87,17 @@ def payload(data: StudyData, plan: Plan, figure_dir: Path) -> dict[str, Any]:
             for _, row in table.iterrows()
         ],
     }
+
+
+def opening(content: Mapping[str, Any], general: str) -> str:
+    """What Snakemake's HTML report opens with: the study's question, its answer, then what is true of every study."""
+    said = [f"**{_rst(content['study']['question'])}**"] if content["study"]["question"] else []
+    return "\n\n".join([*said, *(_rst(item["text"]) for item in content["answers"]), general])
+
+
+def _rst(text: str) -> str:
+    """Text as reStructuredText prints it, which Snakemake hands to Jinja first."""
+    return re.sub(r"([\\*`|_])", r"\\\1", text).replace("{", "(").replace("}", ")")
 
 
 def _verdict(row: Any) -> str:
@@ -381,6 +396,8 @@ def main(argv: list[str] | None = None) -> int:
         data = StudyData.load(study_dir, options.results)
         content = payload(data, read_plan(options.plan), figure_dir)
         compile_pdf(content, options.template, figure_dir, options.out)
+        general = TEMPLATE.with_name("workflow.rst").read_text(encoding="utf-8")
+        write_text(options.out.with_name("opening.rst"), opening(content, general))
     except AnalysisError as error:
         print(f"kvstudy: {error}", file=sys.stderr)
         return 2

@@ -32,7 +32,8 @@ class Finding:
     cells: list[str] = field(default_factory=list)
 
 
-def _cells(frame: pd.DataFrame) -> list[str]:
+def cells_of(frame: pd.DataFrame) -> list[str]:
+    """Ids of the cells that the rows of a frame came from."""
     found: dict[str, None] = {}
     for text in frame["cells"]:
         found.update(dict.fromkeys(str(text).split()))
@@ -43,7 +44,7 @@ def _value(row: pd.Series, factor: float, digits: int = 3) -> str:
     return words.number(float(row["value"]) * factor, digits)
 
 
-def _overlap(one: pd.Series, other: pd.Series) -> bool:
+def overlap(one: pd.Series, other: pd.Series) -> bool:
     """Whether two intervals overlap; where one is unknown, no order is claimed either."""
     ends = [one["low"], one["high"], other["low"], other["high"]]
     if any(pd.isna(end) for end in ends):
@@ -68,7 +69,7 @@ def headlines(data: StudyData) -> list[Finding]:
             if finding is not None:
                 found.append(Finding(prefix + finding.text, finding.cells))
     found += [finding for finding in (_memory(data),) if finding is not None]
-    found += _admission(data)
+    found += admission(data)
     found += _attribution(data)
     if len(groups) > MOST_GROUPS:
         rest = len(groups) - MOST_GROUPS
@@ -129,7 +130,7 @@ def _throughput(group: pd.DataFrame, data: StudyData) -> Finding | None:
     load, rank, at = found
     at = at.sort_values("value", ascending=False)
     best = at.iloc[0]
-    rivals = [str(row["series"]) for _, row in at.iloc[1:].iterrows() if _overlap(best, row)]
+    rivals = [str(row["series"]) for _, row in at.iloc[1:].iterrows() if overlap(best, row)]
     values = [f"{row['series']}: {_value(row, 1)}" for _, row in at.iterrows()]
     best_of = ", the best of each framework," if _reduced(group, at) else ""
     text = f"At {load}, {f'the {rank} load compared, ' if rank else ''}output throughput in tokens/s{best_of} was "
@@ -147,7 +148,7 @@ def _throughput(group: pd.DataFrame, data: StudyData) -> Finding | None:
     saturated = [str(series) for series in at.loc[at["saturated"], "series"]]
     if saturated:
         text += f" Saturated there: {words.listed(saturated)}."
-    return Finding(text, _cells(at))
+    return Finding(text, cells_of(at))
 
 
 def _latency(group: pd.DataFrame, data: StudyData) -> Finding | None:
@@ -168,9 +169,9 @@ def _latency(group: pd.DataFrame, data: StudyData) -> Finding | None:
         parts.append(f"the median {name} in {shown.unit} was {', '.join(values)}")
         frames.append(at)
     if not parts:
-        return Finding("No load has enough samples in two frameworks for a median that may be quoted.")
+        return None
     text = f"At {where}, " + (f"the {rank} load with enough samples, " if rank else "")
-    return Finding(f"{text}{'; '.join(parts)}.", _cells(pd.concat(frames)))
+    return Finding(f"{text}{'; '.join(parts)}.", cells_of(pd.concat(frames)))
 
 
 def _memory(data: StudyData) -> Finding | None:
@@ -219,7 +220,7 @@ def _memory(data: StudyData) -> Finding | None:
     )
 
 
-def _admission(data: StudyData) -> list[Finding]:
+def admission(data: StudyData) -> list[Finding]:
     """At what KV memory each line stops admitting, a sentence a load."""
     frame = observed(data)
     if frame.empty:
@@ -229,7 +230,7 @@ def _admission(data: StudyData) -> list[Finding]:
         first = part.iloc[0]
         where = f"{words.workload(first, frame)}, {words.load(first)}"
         texts = [f"{series} {course(line)}" for series, line in part.groupby("series", sort=False)]
-        found.append(Finding(f"By KV memory in MiB ({where}): {'; '.join(texts)}.", _cells(part)))
+        found.append(Finding(f"By KV memory in MiB ({where}): {'; '.join(texts)}.", cells_of(part)))
     return found
 
 
@@ -266,7 +267,7 @@ def _attribution(data: StudyData) -> list[Finding]:
             texts.append(f"{one} against {other}, at {words.load(first)}: {ratios}")
         if chosen:
             text = f"{lead}, by paired requests (a ratio below 1 is faster). {'; '.join(texts)}."
-            found.append(Finding(text, _cells(pd.concat(chosen))))
+            found.append(Finding(text, cells_of(pd.concat(chosen))))
     return found
 
 
@@ -280,8 +281,7 @@ def _compared(row: pd.Series) -> str:
     """A metric's ratio with its interval, and whether it is a change at all."""
     low, high = float(row["low"]), float(row["high"])
     unclear = " (no clear change)" if low <= 1 <= high else ""
-    interval = f"[{words.number(low)}, {words.number(high)}]"
-    return f"{COMPARED[str(row['metric'])]} × {words.number(float(row['ratio']))} {interval}{unclear}"
+    return f"{COMPARED[str(row['metric'])]} × {words.bracketed(row['ratio'], low, high)}{unclear}"
 
 
 def failures(data: StudyData) -> list[Finding]:
@@ -349,8 +349,8 @@ def limits(data: StudyData) -> list[str]:
         starred = data.points[data.points["starred"] & (data.points["state"] == "ok")]
         if len(starred):
             out.append(
-                f"{words.count(len(starred), 'percentile')} starred for too few samples (n < 10 / (1 − q)); "
-                "they are drawn faint and quoted nowhere."
+                f"{words.count(len(starred), 'percentile')} of too few samples (n < 10 / (1 − q)): "
+                "they have an asterisk in tables, are drawn faint and are quoted nowhere."
             )
     for source, what in (
         ("simulated", "a policy that masks but frees nothing; it is in no memory figure"),

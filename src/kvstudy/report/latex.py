@@ -48,7 +48,6 @@ _SPECIAL |= {
     "–": "--",
     "∞": r"$\infty$",
     "×": r"$\times$",
-    "⊘": r"$\oslash$",
     "≥": r"$\ge$",
     "≤": r"$\le$",
     "\N{LEFT DOUBLE QUOTATION MARK}": "``",

@@ -17,6 +17,7 @@ from pathlib import Path
 from kvstudy.analysis.plan import AnalysisError
 from kvstudy.grid.store import write_text
 from kvstudy.report import FIGURES, TABLES
+from kvstudy.report.answers import answers
 from kvstudy.report.data import StudyData
 from kvstudy.report.latex import escape
 from kvstudy.report.tables import TABLES as MAKERS
@@ -43,6 +44,7 @@ def preamble(data: StudyData, figures: Path) -> str:
     lines = [
         rf"\newcommand{{\studytitle}}{{{escape(data.study.get('title', ''))}}}",
         rf"\newcommand{{\studyquestion}}{{{escape(data.study.get('question', ''))}}}",
+        rf"\newcommand{{\studyanswer}}{{{escape(' '.join(item.text for item in answers(data)))}}}",
         r"\newcommand{\allfigures}{%",
         *(
             rf"  \fig{{{name}}}{{{escape(path.read_text(encoding='utf-8').strip())}}}%"

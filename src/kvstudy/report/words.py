@@ -130,6 +130,14 @@ def plain(value: float) -> str:
     return f"{value:g}"
 
 
+def bracketed(value: float, low: float, high: float, scale: float = 1.0) -> str:
+    """A value with its interval, `0.95 [0.93, 0.97]`; alone where there is none."""
+    text = number(float(value) * scale)
+    if math.isnan(float(low)) or math.isnan(float(high)):
+        return text
+    return f"{text} [{number(float(low) * scale)}, {number(float(high) * scale)}]"
+
+
 def interval(low: float | None, high: float | None, scale: float = 1.0) -> str:
     """`low–high` to the digits of the larger, or an en dash."""
     if low is None or high is None or math.isnan(low) or math.isnan(high):

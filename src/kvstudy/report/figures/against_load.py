@@ -8,9 +8,9 @@ import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.transforms import ScaledTranslation
 
-from kvstudy.analysis.table import with_offered
 from kvstudy.report import style, words
-from kvstudy.report.data import StudyData, series_of
+from kvstudy.report.data import StudyData, markers_of, series_of
+from kvstudy.report.families import AXES, OF_WORKLOAD, families
 from kvstudy.report.figures.captions import interval_text, joined, marks_text, samples_text, setting_text
 from kvstudy.report.figures.drawing import (
     MOST_PANELS,
@@ -27,63 +27,8 @@ from kvstudy.report.figures.drawing import (
 )
 from kvstudy.report.figures.registry import Drawn, figure
 
-#: What a panel may run along, and the words on its axis. The load is first; what varies beside it has its own panels.
-AXES = {
-    "rate": "offered rate (requests/s)",
-    "concurrency": "requests in flight (closed loop)",
-    "long_share": "share of long requests",
-    "shared_share": "share of a prompt that is shared",
-    "burstiness": "burstiness (squared coefficient of variation of the gaps)",
-    "prompt_tokens": "prompt length (tokens)",
-    "output_tokens": "output length (tokens)",
-    "kv_memory_mib": "KV memory (MiB)",
-}
-#: What makes one point another's equal, but for the axis.
-_SETTING = (
-    "model",
-    "workload",
-    "prompt_tokens",
-    "output_tokens",
-    "long_share",
-    "shared_share",
-    "turns",
-    "loop",
-    "offered",
-    "concurrency",
-    "burstiness",
-    "kv_memory_mib",
-    "hardware",
-)
 #: More budgets than these have panels of their own.
 MOST_BUDGETS = 3
-#: Axes of the workload; along the others the workload is one.
-_OF_WORKLOAD = ("long_share", "shared_share", "prompt_tokens", "output_tokens")
-
-
-def families(frame: pd.DataFrame) -> list[tuple[str | None, pd.DataFrame]]:
-    """The points by panel: what its axis is (None: a single load without a number), and its points.
-
-    Points that differ in the load alone make a panel along it; those that are left, along the first axis in which alone
-    they differ from others (which may be shown twice, as the beginning of several lines); the rest stand by themselves.
-    """
-    frame = with_offered(frame)
-    found: list[tuple[str | None, pd.DataFrame]] = []
-    left = pd.Series(True, index=frame.index)
-    for axis in AXES:
-        keys = [key for key in _SETTING if key != ("offered" if axis == "rate" else axis)]
-        keys += [] if axis in _OF_WORKLOAD else ["workload_key"]
-        for _, part in frame[frame[axis].notna()].groupby(keys, sort=True, dropna=False):
-            alone = part[axis].nunique() < 2 or not left[part.index].any()
-            # Two workloads may share their name and their means, and must not share a line.
-            if not alone and (part.groupby(axis)["workload_key"].nunique() == 1).all():
-                found.append((axis, part))
-                left[part.index] = False
-    for _, part in frame[left].groupby([*_SETTING, "workload_key", "load"], sort=True, dropna=False):
-        first = part.iloc[0]
-        found.append((next((axis for axis in ("rate", "concurrency") if pd.notna(first[axis])), None), part))
-    return found
-
-
 #: Classes of requests, and the share of long requests at which all are of the one.
 CLASSES = {"short": 0.0, "long": 1.0}
 
@@ -110,7 +55,7 @@ def _panels(data: StudyData, metric: str, frame: pd.DataFrame) -> list[tuple[str
     along += [(of, "long_share", own) for part in mixes for of, own in of_classes(data, metric, part)]
     for of, axis, part in along:
         first = part.iloc[0]
-        others = frame if axis not in _OF_WORKLOAD else frame.assign(**{str(axis): first[axis]})
+        others = frame if axis not in OF_WORKLOAD else frame.assign(**{str(axis): first[axis]})
         name = {
             "of": of,
             "model": str(first["model"]),
@@ -162,12 +107,12 @@ def _against_load(data: StudyData, metric: str, what: str) -> Drawn:
     apart = [part for _, _, part in panels if (part["metric"] != metric).any()]
     frame = pd.concat([frame, *apart])
     drawing, axes_list, wide = grid(len(panels))
-    lines = data.lines(frame)
+    lines, marks = data.lines(frame), markers_of(data.cells)
     if _crowded(frame):  # titles say the budget, and a line of every panel has one sample in the legend
         lines = series_of(frame.assign(series=frame["line"]))
         panels = [(title, axis, part.assign(series=part["line"])) for title, axis, part in panels]
     for axes, (title, axis, part) in zip(axes_list, panels, strict=True):
-        _draw_lines(axes, part.assign(x=part[axis] if axis else 0.0), "x", lines, shown.factor)
+        _draw_lines(axes, part.assign(x=part[axis] if axis else 0.0), "x", lines, marks, shown.factor)
         axes.set_title(wrapped(title, 34))
         at_once = axis in (None, "concurrency") and (part["load"] == "burst").all()
         axes.set_xlabel(wrapped("requests at once" if at_once else AXES[axis] if axis else "", 34))
@@ -178,7 +123,7 @@ def _against_load(data: StudyData, metric: str, what: str) -> Drawn:
     ok = frame["state"] == "ok"
     legend(
         drawing,
-        [line_handle(*line) for line in lines]
+        [line_handle(*line, marks[line[0]]) for line in lines]
         + mark_handles(
             bool((ok & frame["saturated"]).any()),
             bool((frame["state"] == "failed").any()),
@@ -206,6 +151,7 @@ def _draw_lines(
     part: pd.DataFrame,
     x: str,
     lines: list[tuple[str, str, int]],
+    marks: dict[str, str],
     factor: float,
 ) -> None:
     values: list[float] = []
@@ -233,7 +179,7 @@ def _draw_lines(
                     some["value"] * factor,
                     yerr=errors(some, factor),
                     color=look.colour,
-                    marker=look.marker,
+                    marker=marks[label],
                     markerfacecolor="white" if saturated else look.colour,
                     linestyle="",
                     elinewidth=0.8,

@@ -8,7 +8,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from kvstudy.report import style, words
-from kvstudy.report.data import StudyData, memory_bytes
+from kvstudy.report.data import StudyData, markers_of, memory_bytes, series_of
 from kvstudy.report.figures.captions import interval_text, joined, setting_text
 from kvstudy.report.figures.drawing import empty, errors, legend, line_handle, scale_y
 from kvstudy.report.figures.registry import Drawn, figure
@@ -23,7 +23,7 @@ def budget_effect(data: StudyData) -> Drawn:
         frame = frame[frame["state"] == "ok"]
     if frame.empty or not (frame["budget_share"] < 1).any():
         return empty("no valid cell of this study has a KV budget below 1")
-    memory = _memory_points(data)
+    memory, marks = _memory_points(data), markers_of(data.cells)
     columns = [
         ("throughput.output", frame[frame["metric"] == "throughput.output"]),
         ("tpot.p50", frame[(frame["metric"] == "tpot.p50") & ~frame["starred"]]),
@@ -44,7 +44,7 @@ def budget_effect(data: StudyData) -> Drawn:
         for axes, (metric, part) in zip(axes_row, columns, strict=True):
             part = part[part["point"].isin(chosen)]
             shown = data.shown(metric) if "." in metric else words.Display(metric, "MiB")
-            shows_nominal |= _draw_budget(axes, part, shown.factor)
+            shows_nominal |= _draw_budget(axes, part, marks, shown.factor)
             axes.set_ylabel(shown.axis)
             axes.set_xlabel("share of KV attended")
         if len(groups) > 1:
@@ -54,7 +54,7 @@ def budget_effect(data: StudyData) -> Drawn:
             axes_row[0].annotate(title, (0, 1), (0, 4), fontsize="medium", **over).set_in_layout(False)
         used.append(frame[frame["point"].isin(chosen)])
     everything = pd.concat(used)
-    handles = [line_handle(label, name, 0) for label, name in _families(everything)]
+    handles = [line_handle(label, name, variant, marks[label]) for label, name, variant in _lines(everything)]
     if shows_nominal:
         handles.append(Line2D([], [], color=style.GREY, marker="|", linestyle=(0, (1, 1)), label="nominal budget"))
     legend(drawing, handles, True)
@@ -70,9 +70,9 @@ def budget_effect(data: StudyData) -> Drawn:
     return Drawn(drawing, caption, True)
 
 
-def _families(frame: pd.DataFrame) -> list[tuple[str, str]]:
-    names = sorted(set(frame["framework"]), key=lambda name: style.rank(str(name)))
-    return [(words.framework(str(name)), str(name)) for name in names]
+def _lines(frame: pd.DataFrame) -> list[tuple[str, str, int]]:
+    """Lines whatever their budget, as `series_of` tells them."""
+    return series_of(frame.assign(series=frame["line"]))
 
 
 def _memory_points(data: StudyData) -> dict[str, pd.DataFrame]:
@@ -81,10 +81,10 @@ def _memory_points(data: StudyData) -> dict[str, pd.DataFrame]:
     cells = cells[cells["source"] != "simulated"]
     out = {}
     for tier in ("device", "host"):
-        part = cells[["point", "framework", "budget_share", "budget_attended", "saturated"]].copy()
+        part = cells[["point", "framework", "line", "budget_share", "budget_attended", "saturated"]].copy()
         part["value"] = memory_bytes(cells, "kv_live", tier) / MIB
         groups = part.groupby("point", sort=False)
-        frame = groups[["framework", "budget_share", "budget_attended", "saturated"]].first()
+        frame = groups[["framework", "line", "budget_share", "budget_attended", "saturated"]].first()
         frame["value"] = groups["value"].mean()
         frame["low"], frame["high"] = groups["value"].min(), groups["value"].max()
         out[tier] = frame.reset_index()
@@ -119,15 +119,15 @@ def _budget_groups(frame: pd.DataFrame) -> list[tuple[str, set[str]]]:
     return [(title, chosen) for _, _, title, chosen in sorted(groups, key=lambda group: group[:2])]
 
 
-def _draw_budget(axes: Axes, part: pd.DataFrame, factor: float) -> bool:
-    """Draw a line a framework; returns whether a nominal budget was drawn apart from the measured one."""
+def _draw_budget(axes: Axes, part: pd.DataFrame, marks: dict[str, str], factor: float) -> bool:
+    """Draw a line a strategy; returns whether a nominal budget was drawn apart from the measured one."""
     values: list[float] = []
     apart = False
-    families = _families(part)
-    for place, (label, name) in enumerate(families):
+    lines = _lines(part)
+    for place, (label, name, variant) in enumerate(lines):
         look = style.look(name)
-        aside = (place - (len(families) - 1) / 2) * 0.012
-        mine = part[(part["framework"] == name) & part["value"].notna()].copy()
+        aside = (place - (len(lines) - 1) / 2) * 0.012
+        mine = part[(part["line"] == label) & part["value"].notna()].copy()
         mine["x"] = mine["budget_attended"].fillna(mine["budget_share"])
         mine = mine.sort_values("x")
         if mine.empty:
@@ -142,7 +142,8 @@ def _draw_budget(axes: Axes, part: pd.DataFrame, factor: float) -> bool:
             y,
             yerr=errors(mine, factor),
             color=look.colour,
-            marker=look.marker,
+            marker=marks[label],
+            linestyle=style.DASHES[variant % len(style.DASHES)],
             elinewidth=0.8,
             capsize=1.8,
             capthick=0.8,

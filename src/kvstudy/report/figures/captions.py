@@ -73,9 +73,9 @@ def marks_text(frame: pd.DataFrame) -> str:
         reasons = sorted(
             {r for text in frame.loc[frame["state"] == "gated", "failure"].dropna() for r in str(text).split(";") if r}
         )
-        parts.append(f"⊘: INVALID, value not shown ({words.listed(reasons)})")
+        parts.append(f"struck circles: INVALID, value not shown ({words.listed(reasons)})")
     if (ok & frame["starred"]).any():
-        parts.append("faint points: too few samples for this percentile (starred), not to be quoted")
+        parts.append("faint points: too few samples for this percentile, not to be quoted")
     if "infinite" in frame and (ok & frame["infinite"]).any():
         parts.append("arrows: failures push this percentile to infinity")
     if not parts:

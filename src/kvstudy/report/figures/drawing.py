@@ -78,14 +78,14 @@ def _by_column(handles: list[Any], columns: int) -> list[Any]:
     return out
 
 
-def line_handle(label: str, name: str, variant: int, marker: bool = True) -> Line2D:
-    """The legend's sample of a line: the framework's look, the variant's dashes."""
+def line_handle(label: str, name: str, variant: int, marker: str | None = None) -> Line2D:
+    """The legend's sample of a line: the framework's look, the variant's dashes, a marker of its own if it has one."""
     look = style.look(name)
     return Line2D(
         [],
         [],
         color=look.colour,
-        marker=look.marker if marker else None,
+        marker=marker or look.marker,
         linestyle=style.DASHES[variant % len(style.DASHES)],
         label=label,
     )

@@ -20,6 +20,9 @@ from kvstudy.report.tables.registry import table
 #: Rows of the attribution table from which only the highest load of each comparison is printed.
 MOST_RATIOS = 40
 
+#: An interval whose ends differ by more than this factor is wide, and the note says why there are such.
+WIDE = 4.0
+
 #: Metrics of the summary table, in order.
 SUMMARY_METRICS = ("throughput.output", "goodput", "ttft.p50", "tpot.p50", "e2el.p50")
 
@@ -239,7 +242,7 @@ def attribution(data: StudyData) -> Table:
             found = group[group["metric"] == metric]
             if len(found) and (found.iloc[0]["low"] > 1 or found.iloc[0]["high"] < 1):
                 bold.add((len(rows), len(cells)))
-            cells.append(ratio_text(found.iloc[0]) if len(found) else "–")
+            cells.append(words.bracketed(*found.iloc[0][["ratio", "low", "high"]]) if len(found) else "–")
         paired = group.loc[group["metric"] != "throughput.output", "n"]
         cells.append(words.integer(float(paired.max()) if len(paired) else None))
         rows.append(cells)
@@ -251,6 +254,8 @@ def attribution(data: StudyData) -> Table:
         "by request on the same drawn workload; output throughput is paired by cell. Below 1 is less "
         f"time, or fewer tokens. In brackets the 95 % interval ({words.listed(kinds)}); bold: excludes 1."
     )
+    if (frame["high"] > WIDE * frame["low"]).any():
+        note += " Wide intervals: the window holds few requests, or few that do not wait in one queue."
     if frame["saturated"].any():
         note += " † one of the two was saturated: latencies there measure the queue."
     return Table(
@@ -265,14 +270,6 @@ def attribution(data: StudyData) -> Table:
         bold=bold,
         cells=sources,
     )
-
-
-def ratio_text(row: pd.Series) -> str:
-    """A ratio with its interval, `0.95 [0.93, 0.97]`."""
-    text = words.number(float(row["ratio"]))
-    if pd.notna(row["low"]) and pd.notna(row["high"]):
-        text += f" [{words.number(float(row['low']))}, {words.number(float(row['high']))}]"
-    return text
 
 
 @table("claims")
