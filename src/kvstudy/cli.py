@@ -26,6 +26,7 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvstudy.arguments import port
 from kvstudy.grid.compose import ConfigError
 from kvstudy.grid.estimate import estimate
 from kvstudy.grid.plan import Plan, make_plan, model_id, plan_study, project_root, write_plan
@@ -208,7 +209,7 @@ def serve(argv: list[str]) -> int | None:
         return serve_main(argv)
     parser = _study_parser("serve", "Bring one deployment up and leave it running until Ctrl-C.")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", default="8000")
+    parser.add_argument("--port", type=port, default=8000)
     options = parser.parse_intermixed_args(argv)
     plan = make_plan(project_root() / "conf", [*options.overrides, "study.name=serve"])
     write_plan(plan, options.results)
@@ -219,7 +220,7 @@ def serve(argv: list[str]) -> int | None:
     (visit,) = deployments.values()
     freeze = _ensure_ready(visit.deployment, options.results)
     path = Layout(options.results).visit(plan.name, visit.id)
-    where = ["--host", options.host, "--port", options.port]
+    where = ["--host", options.host, "--port", str(options.port)]
     return serve_main(["--visit", str(path), "--results", str(options.results), *freeze, *where])
 
 
@@ -347,6 +348,15 @@ COMMANDS: dict[str, tuple[Main, str]] = {
 }
 
 
+def _refuse_files(arguments: Sequence[str]) -> None:
+    """Raise ConfigError where `--results` names what is no folder, whichever command takes it."""
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, equals, value = argument.partition("=")
+        path = Path(value if equals else following)
+        if name == "--results" and path.exists() and not path.is_dir():
+            raise ConfigError(f"--results {path} is a file, not a folder")
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the `kvstudy` command."""
     arguments = list(sys.argv[1:] if argv is None else argv)
@@ -366,6 +376,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvstudy: unknown command '{command}'; choices: {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     try:
+        _refuse_files(rest)
         return COMMANDS[command][0](rest) or 0
     except ConfigError as error:
         print(f"kvstudy: {error}", file=sys.stderr)

@@ -40,6 +40,12 @@ def conf(checkout: Path) -> Path:
         ("study.name=../x", "study.name"),
         ("study.name=store", "folders of results"),
         ("load.rate", "is not an override"),
+        ("load.duration_s=1e-9", "greater than or equal to 0.1"),
+        ("load.rate=0.001", "a window needs at least one"),
+        ("budget.share=1e-9", "leaves no entry of a prompt"),
+        ("quality.perplexity.contexts=[]", "quality.perplexity.contexts: Tuple should have at least 1 item"),
+        ("quality.perplexity.contexts=[100000]", "quality.perplexity.contexts: 100000 tokens"),
+        ("quality.perplexity.items=1000000000", "less than or equal to 100000"),
     ],
 )
 def test_a_fault_is_one_line_that_names_the_choices(conf: Path, override: str, says: str) -> None:
@@ -48,6 +54,13 @@ def test_a_fault_is_one_line_that_names_the_choices(conf: Path, override: str, s
     message = str(caught.value)
     assert says in message
     assert "\n" not in message
+
+
+def test_what_there_is_no_sense_in_asking_is_one_line(conf: Path) -> None:
+    with pytest.raises(ConfigError, match="quality=quick has nothing to score"):
+        make_plan(conf, ["study=quick", "quality.perplexity=null", "quality.retention=null"])
+    with pytest.raises(ConfigError, match=r"load.requests is 1e\+18, at most 5,000,000 requests"):
+        make_plan(conf, ["study=quick", "load=burst", "load.requests=1000000000000000000"])
 
 
 def test_a_key_must_belong_to_a_chosen_option(conf: Path) -> None:

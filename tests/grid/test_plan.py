@@ -164,3 +164,39 @@ def test_unknown_key_in_a_cell_is_refused(root: Path) -> None:
     cell = make_plan(root / "conf", ["study=tiny"]).cells[0]
     with pytest.raises(ValueError, match="Extra inputs"):
         Cell.model_validate(cell.model_dump() | {"typo": 1})
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (None, "No such file"),
+        ("", "no column 'TIMESTAMP'"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "no request"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\nyesterday,1,1\n", "not a date"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00,inf,1\n", "not a number of tokens"),
+    ],
+)
+def test_a_trace_is_looked_at_before_anything_runs(
+    checkout: Path, results: Path, tmp_path: Path, text: str | None, says: str
+) -> None:
+    path = tmp_path / "trace.csv"
+    asked = ["study=tiny", "framework=full", "load=trace", f"load.path={path}"]
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=says) as caught:
+        plan_study(checkout, asked, results)
+    assert f"load.path={path}" in str(caught.value) and "ContextTokens" in str(caught.value)
+    path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n2024-01-01 00:00:00.5,8,4\n")
+    assert plan_study(checkout, asked, results).cells
+    with pytest.raises(ConfigError, match="no request between 100 and"):
+        plan_study(checkout, [*asked, "load.start_s=100"], results)
+    path.unlink()  # the plan is there already
+    with pytest.raises(ConfigError, match="No such file"):
+        plan_study(checkout, asked, results)
+
+
+def test_results_are_a_folder(checkout: Path, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_text("")
+    with pytest.raises(ConfigError, match="is a file, not a folder"):
+        plan_study(checkout, ["study=tiny"], path)

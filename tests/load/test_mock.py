@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvstudy.load.mock import Running, Script, running
+from kvstudy.load.mock import Running, Script, main, running
 
 FUZZ = settings(
     max_examples=120,
@@ -92,3 +92,10 @@ def test_what_is_not_http_or_too_large_is_refused(mock: Running, data: bytes) ->
 
 def test_after_all_that_it_answers(mock: Running) -> None:
     assert_well(mock)
+
+
+@pytest.mark.parametrize("text", ["99999999", "65536", "-1", "x", "", "²"])
+def test_a_port_is_not_wrapped_around(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main([f"--port={text}"])
+    assert "a port is a number from 0 to 65535" in capsys.readouterr().err

@@ -94,3 +94,48 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ImportFault, match="no per-request records"):
         path.write_text('{"benchmarks": []}')
         read(path, "guidellm")
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("ttfts", [0.1, -0.5], "record 2: ttfts is -0.5"),
+        ("start_times", [float("nan"), 1.0], "record 1: start_times is NaN"),
+        ("itls", [[0.1], [float("inf")]], "record 2: itls is Infinity"),
+        ("output_lens", [-3, 1], "record 1: output_lens is -3"),
+        ("input_lens", [1, "x"], 'record 2: input_lens is "x"'),
+        ("ttfts", [0.1], "ttfts has 1 records"),
+        ("ttfts", None, "no list 'ttfts'"),
+    ],
+)
+def test_a_wrong_number_of_vllm_is_named(tmp_path: Path, field: str, value: object, says: str) -> None:
+    path = tmp_path / "vllm.json"
+    rows = {"start_times": [1.0, 2.0], "ttfts": [0.05] * 2, "itls": [[0.02]] * 2, "input_lens": [9] * 2}
+    path.write_text(json.dumps({**rows, "output_lens": [2] * 2, field: value}))
+    with pytest.raises(ImportFault, match=says):
+        read(path, "vllm")
+
+
+def test_a_wrong_number_of_the_others_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+
+    def refused(tool: str, text: str) -> str:
+        path.write_text(text)
+        with pytest.raises(ImportFault) as caught:
+            read(path, tool)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 400
+        return str(caught.value)
+
+    about = {"request_start_ns": 20, "request_end_ns": 10}
+    assert "line 1: request_end_ns lies" in refused("aiperf", json.dumps({"metadata": about}))
+    good = {"metadata": {"request_start_ns": 10, "request_end_ns": 20}, "metrics": {}}
+    said = refused("aiperf", json.dumps(good))
+    assert "line 1: no metric 'request_latency'" in said and "save-detailed" not in said
+    good["metrics"] = {"request_latency": {"value": -1.0, "unit": "ms"}}
+    assert "line 1: request_latency: value is -1.0" in refused("aiperf", json.dumps(good))
+    item = {"info": {"timings": {"request_start": 5.0, "first_token_iteration": 4.0}}}
+    text = json.dumps({"benchmarks": [{"requests": {"successful": [item]}}]})
+    assert "benchmark 1, successful request 1: first_token_iteration lies 1 s before" in refused("guidellm", text)
+    for tool in ("vllm", "aiperf", "guidellm"):
+        for nonsense in ("[" * 100_000, "1" * 5000, "[]", "null", '{"start_times": 3}', "\x00"):
+            assert f"result of {tool}" in refused(tool, nonsense)

@@ -18,6 +18,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvstudy.arguments import port
 from kvstudy.frameworks.base import OutOfMemory, Unavailable
 from kvstudy.frameworks.launch import environment_folder, make_server, model_folder, read_visit
 from kvstudy.frameworks.lease import lease
@@ -43,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=Path("results"))
     parser.add_argument("--freeze", type=Path, help="freeze file of the framework's environment")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=port, default=8000)
     options = parser.parse_args(arguments)
     key = os.environ.get(API_KEY) or None
     if key is None and not _is_loopback(options.host):

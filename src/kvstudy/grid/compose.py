@@ -329,7 +329,9 @@ def _option_keys(group: str, config: dict[str, Any]) -> frozenset[str]:
 
 
 def _applies(base: dict[str, Any], key: str) -> bool:
-    group = key.split(".")[0]
+    group, *path = key.split(".")
+    if group == "quality" and len(path) > 1 and group in base and base[group].get(path[0]) is None:
+        return False  # a part that the option leaves out (quality=none has none) is not made of one key
     return group in ROOT_FIELDS or (group in base and key in _option_keys(group, base[group]))
 
 

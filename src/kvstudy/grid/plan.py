@@ -13,7 +13,7 @@ import os
 import random
 import re
 import tomllib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import resources
@@ -21,10 +21,20 @@ from pathlib import Path
 from typing import Any
 
 from kvstudy import HARNESS_VERSION
-from kvstudy.grid import store
+from kvstudy.grid import store, traces
 from kvstudy.grid.compose import ConfigError, combinations, read_study, to_cell
 from kvstudy.grid.forks import unsupported
-from kvstudy.grid.schema import Cell, Deployment, QualityCell, QualityVisit, Visit, content_hash, digest
+from kvstudy.grid.schema import (
+    Cell,
+    Deployment,
+    EmpiricalLength,
+    QualityCell,
+    QualityVisit,
+    TraceLoad,
+    Visit,
+    content_hash,
+    digest,
+)
 
 #: Packages of the project's own environment that can change a number measured on a native framework.
 ENGINE_PACKAGES = ("torch", "transformers", "tokenizers", "numpy", "aiohttp", "uvicorn", "uvloop", "orjson")
@@ -159,16 +169,95 @@ MOST_SECONDS = 30 * 86400
 def _check_size(cell: Cell) -> None:
     """Raise ConfigError for a cell that cannot be meant."""
     load = cell.load
-    rate = max(getattr(load, name, None) or 0.0 for name in ("rate", "end_rate", "high"))
-    count = max(rate * load.duration_s, getattr(load, "requests", 0), getattr(load, "concurrency", 0))
+    rates = {name: rate for name in ("rate", "end_rate", "high") if (rate := getattr(load, name, None)) is not None}
+    name, rate = max(rates.items(), key=lambda item: item[1], default=("rate", 0.0))
     for key, value, most, what in (
         ("load.duration_s", load.duration_s, MOST_SECONDS, "seconds"),
-        ("load.rate x load.duration_s", count, MOST_REQUESTS, "requests"),
+        (f"load.{name} x load.duration_s", rate * load.duration_s, MOST_REQUESTS, "requests"),
+        ("load.requests", getattr(load, "requests", 0), MOST_REQUESTS, "requests"),
+        ("load.concurrency", getattr(load, "concurrency", 0), MOST_REQUESTS, "requests at once"),
         ("kv_memory_mib", cell.kv_memory_mib, MOST_KV_MIB, "MiB"),
         ("seed", cell.seed, (1 << 63) - 1, "as the largest"),
     ):
         if value > most:
             raise ConfigError(f"{cell.cell_slug[:120]}: {key} is {value:.4g}, at most {most:,} {what}: lower it")
+    if rates and rate * load.duration_s < 1:
+        raise ConfigError(
+            f"{cell.cell_slug[:120]}: load.{name}={rate:g} over load.duration_s={load.duration_s:g} is "
+            f"{rate * load.duration_s:.3g} requests, a window needs at least one: raise either"
+        )
+
+
+def _check_budget(cell: Cell | QualityCell) -> None:
+    """Raise ConfigError for a share that leaves nothing of even the longest prompt."""
+    if cell.budget.of == "tokens":
+        return
+    if isinstance(cell, Cell):
+        work = cell.workload
+        longest = max(_longest(length) for length in (work.prompt, work.long_prompt) if length is not None)
+    else:
+        longest = max((context for _, contexts, _ in _asked(cell) for context in contexts), default=0)
+    if longest and cell.budget.share * longest < 1:
+        raise ConfigError(
+            f"budget.share={cell.budget.share:g} leaves no entry of a prompt of {longest} tokens, the longest of "
+            f"{cell.cell_slug[:120]}: at least 1/{longest} = {1 / longest:.2g}"
+        )
+
+
+def _asked(cell: QualityCell) -> list[tuple[str, tuple[int, ...], int]]:
+    """Parts that a quality cell scores: what they are called, their contexts, and the tokens decoded after each."""
+    asked = cell.quality
+    found = [("perplexity", asked.perplexity.contexts, asked.perplexity.continuation)] if asked.perplexity else []
+    for name, part in (("greedy", asked.greedy), ("retention", asked.retention)):
+        if part is not None:
+            found.append((name, part.contexts, part.output))
+    return found
+
+
+def _check_quality(cell: QualityCell) -> None:
+    """Raise ConfigError where the model takes no context of a part. Single longer ones are left out when scored."""
+    most = cell.model.max_model_len
+    for name, contexts, after in _asked(cell):
+        if min(contexts) + after > most:
+            raise ConfigError(
+                f"quality.{name}.contexts: {min(contexts)} tokens and {after} decoded after them, model "
+                f"'{cell.model.name}' takes {most} (model.max_model_len): ask for shorter ones"
+            )
+
+
+def check_files(plan: Plan, layout: store.Layout) -> None:
+    """Raise ConfigError where a file that a cell to be measured reads is not there, or is not what it is said to be."""
+    seen: set[tuple[Any, ...]] = set()
+    cells: list[Cell | QualityCell] = [*plan.cells, *(cell for asked in plan.quality for cell in asked.cells)]
+    for cell in cells:
+        for key, path, form, window in _files(cell):
+            if (path, form, window) in seen or store.is_whole(layout.cell(cell.cell_id)):
+                continue
+            seen.add((path, form, window))
+            if form is not None:
+                if (reason := traces.fault(Path(path), form, window)) is not None:
+                    raise ConfigError(
+                        f"{key}={path} is no trace ({reason}): name your own copy, {traces.LOOKS[form]} "
+                        f"({key.rpartition('.')[0]}.format={form})"
+                    )
+            elif not Path(path).is_file():
+                raise ConfigError(f"{key}={path}: no such file; a text is a file with a JSON object a line")
+
+
+def _files(cell: Cell | QualityCell) -> Iterator[tuple[str, str, str | None, tuple[float, float] | None]]:
+    """Files that a cell reads: the override that names each, its path, and of a trace its format and window."""
+    group, text = ("workload", cell.workload.text) if isinstance(cell, Cell) else ("quality", cell.quality.text)
+    if text.kind == "jsonl":
+        yield f"{group}.text.path", str(text.path), None, None
+    if isinstance(cell, QualityCell):
+        return
+    load = cell.load
+    if isinstance(load, TraceLoad):
+        yield "load.path", load.path, load.format, (load.start_s, load.start_s + load.duration_s * load.speed)
+    for name in ("prompt", "output", "long_prompt", "long_output"):
+        length = getattr(cell.workload, name)
+        if isinstance(length, EmpiricalLength):
+            yield f"workload.{name}.path", length.path, length.format, None
 
 
 def make_plan(conf: Path, overrides: list[str]) -> Plan:
@@ -187,6 +276,11 @@ def make_plan(conf: Path, overrides: list[str]) -> Plan:
         cell = to_cell(config, pins)
         if isinstance(cell, QualityCell):
             if cell.quality.is_empty:
+                if cell.quality.name != "none":
+                    raise ConfigError(
+                        f"quality={cell.quality.name} has nothing to score: perplexity, greedy, retention and tasks "
+                        "are all null; give one of them, or quality=none"
+                    )
                 continue
             reason = unsupported(cell)
         else:
@@ -198,6 +292,9 @@ def make_plan(conf: Path, overrides: list[str]) -> Plan:
         if reason:
             left_out[cell.cell_slug] = reason
             continue
+        _check_budget(cell)
+        if isinstance(cell, QualityCell):
+            _check_quality(cell)
         if cell.devices > cell.hardware.gpus:
             raise ConfigError(
                 f"{cell.cell_slug} needs {cell.model.gpus} GPUs and hardware.gpus is {cell.hardware.gpus}; "
@@ -375,6 +472,8 @@ def plan_study(root: Path, overrides: list[str], results: Path, cached: bool = T
     are no longer in the store, so that they are measured again rather than missed.
     """
     conf = root / "conf"
+    if results.exists() and not results.is_dir():
+        raise ConfigError(f"{results} is a file, not a folder: name another for results")
     key = _key(conf, overrides)
     layout = store.Layout(results)
     name = _named_study(overrides)
@@ -385,8 +484,10 @@ def plan_study(root: Path, overrides: list[str], results: Path, cached: bool = T
         if key_file.is_file() and key_file.read_bytes() == key.encode():
             with contextlib.suppress(ValueError, KeyError, TypeError, IndexError):  # damaged: made anew
                 plan = load_plan(path)
-    if plan is None:
-        plan = make_plan(conf, overrides)
+    made = plan is None
+    plan = plan or make_plan(conf, overrides)
+    check_files(plan, layout)  # of a plan made before, too: files go
+    if made:
         write_plan(plan, results, key)
     for visit in plan.visits:
         if gpus is not None and visit.gpus > gpus:

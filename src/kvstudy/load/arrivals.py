@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import csv
 import hashlib
-import json
-import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from kvstudy.grid import traces
 from kvstudy.grid.schema import (
     BurstLoad,
     ClosedLoad,
@@ -174,8 +171,8 @@ def read_trace(load: TraceLoad) -> Trace:
         if found != load.sha256:
             raise ArrivalError(f"{path} is not the trace the load pins: sha256 {found}, wanted {load.sha256}")
     try:
-        rows = [_checked(number, row) for number, row in _READERS[load.format](raw.decode("utf-8-sig"))]
-    except ValueError as error:
+        rows = [row for _, row in traces.rows(raw.decode("utf-8-sig").splitlines(), load.format)]
+    except (ValueError, csv.Error) as error:
         raise ArrivalError(f"{path} does not read as a trace of format '{load.format}': {error}") from error
     start = 0.0 if load.format == "mooncake" else min((row[0] for row in rows), default=0.0)
     rows = [(t - start, p, o, h) for t, p, o, h in rows]
@@ -192,78 +189,3 @@ def read_trace(load: TraceLoad) -> Trace:
     )
     _TRACES[key] = trace
     return trace
-
-
-_Row = tuple[float, int, int, tuple[int, ...] | None]
-_Numbered = Iterator[tuple[int, _Row]]  # a row with the number of its line
-
-
-def _checked(number: int, row: _Row) -> _Row:
-    time, prompt, output, _ = row
-    if not math.isfinite(time):
-        raise ValueError(f"line {number}: its time is {time}")
-    if prompt < 0 or output < 0:
-        raise ValueError(f"line {number}: {min(prompt, output)} tokens")
-    return row
-
-
-def _records(text: str, columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Rows of a CSV that has at least these columns, blank lines left out."""
-    reader = csv.DictReader(text.splitlines())
-    missing = [name for name in columns if name not in (reader.fieldnames or ())]
-    if missing:
-        raise ValueError(f"no column '{missing[0]}' (its columns: {', '.join(reader.fieldnames or ['none'])})")
-    for row in reader:
-        values = [row[name] for name in columns]
-        if not any((value or "").strip() for value in values):
-            continue
-        if any(value is None for value in values):
-            raise ValueError(f"line {reader.line_num} is cut short")
-        yield reader.line_num, row
-
-
-def _number(text: str, number: int, name: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ValueError(f"line {number}: {name} is {text!r}, not a number") from None
-
-
-def _azure(text: str) -> _Numbered:
-    first: datetime | None = None
-    for number, row in _records(text, ("TIMESTAMP", "ContextTokens", "GeneratedTokens")):
-        # Seven decimals of a second (and, in the 2024 traces, an offset): fromisoformat takes six.
-        whole, _, fraction = row["TIMESTAMP"].split("+")[0].partition(".")
-        try:
-            when = datetime.fromisoformat(whole)
-        except ValueError:
-            raise ValueError(f"line {number}: TIMESTAMP is {row['TIMESTAMP']!r}, not a date and time") from None
-        first = first or when
-        seconds = (when - first).total_seconds() + (_number(f"0.{fraction}", number, "TIMESTAMP") if fraction else 0.0)
-        prompt, output = (int(_number(row[name], number, name)) for name in ("ContextTokens", "GeneratedTokens"))
-        yield number, (seconds, prompt, output, None)
-
-
-def _mooncake(text: str) -> _Numbered:
-    for number, line in enumerate(text.splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-            values = (float(row["timestamp"]) / 1000.0, int(row["input_length"]), int(row["output_length"]))
-            ids = tuple(int(item) for item in row.get("hash_ids") or ())
-        except KeyError as error:
-            raise ValueError(f"line {number}: no field {error}") from None
-        except (ValueError, TypeError, AttributeError) as error:
-            raise ValueError(f"line {number}: {error}") from None
-        yield number, (*values, ids)
-
-
-def _burstgpt(text: str) -> _Numbered:
-    names = ("Timestamp", "Request tokens", "Response tokens")
-    for number, row in _records(text, names):
-        time, prompt, output = (_number(row[name], number, name) for name in names)
-        yield number, (time, int(prompt), int(output), None)
-
-
-_READERS = {"azure": _azure, "mooncake": _mooncake, "burstgpt": _burstgpt}

@@ -24,6 +24,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from kvstudy.arguments import port
+
 MOST_HEAD_BYTES, MOST_BODY_BYTES, MOST_OUTPUT = 64 << 10, 32 << 20, 1_000_000
 
 
@@ -438,7 +440,7 @@ def running(script: Script | None = None, *, port: int = 0) -> Iterator[Running]
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvstudy mock", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=0)
+    parser.add_argument("--port", type=port, default=0)
     parser.add_argument("--script", default=None, help="JSON object of the options below")
     for item in fields(Script):
         name = f"--{item.name.replace('_', '-')}"
@@ -453,16 +455,18 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a mock until it is stopped."""
     given = vars(_parser().parse_args(arguments))
-    host, port, text = given.pop("host"), given.pop("port"), given.pop("script")
-    values: dict[str, Any] = json.loads(text) if text else {}
-    values |= {name: value for name, value in given.items() if value is not None}
-    script = Script(**values)
+    host, number, text = given.pop("host"), given.pop("port"), given.pop("script")
+    try:
+        values: dict[str, Any] = json.loads(text) if text else {}
+        script = Script(**(values | {name: value for name, value in given.items() if value is not None}))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise SystemExit(f"kvstudy mock: --script is not a JSON object of the options: {error}") from None
 
     async def forever() -> None:
         try:
-            server = await serve(script, host, port)
+            server = await serve(script, host, number)
         except OSError as error:
-            raise SystemExit(f"kvstudy mock: cannot listen on {host}:{port}: {error.strerror}") from error
+            raise SystemExit(f"kvstudy mock: cannot listen on {host}:{number}: {error.strerror}") from error
         address = server.sockets[0].getsockname()
         print(f"kvstudy mock ready on http://{address[0]}:{address[1]}", flush=True)
         await asyncio.Event().wait()  # not serve_forever, which ends when the script has it listen no more

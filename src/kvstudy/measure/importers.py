@@ -17,6 +17,7 @@ Tried on files of vLLM 0.32.0 (completions and chat), AIPerf 0.13.0 (completions
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import sys
@@ -37,6 +38,14 @@ class ImportFault(Exception):
     """The file is not what it was said to be; one line."""
 
 
+#: What file each tool writes that has its requests one by one.
+_HINTS = {
+    "vllm": "it is written by vllm bench serve --save-result --save-detailed",
+    "aiperf": "it is AIPerf's profile_export.jsonl",
+    "guidellm": "it is GuideLLM's benchmarks.json",
+}
+
+
 def read(path: Path, tool: str) -> pd.DataFrame:
     """Requests of a result file in the columns of `requests.parquet`; `tool` is vllm, aiperf or guidellm.
 
@@ -49,10 +58,16 @@ def read(path: Path, tool: str) -> pd.DataFrame:
         raise ImportFault(f"no importer for '{tool}' (there are: {', '.join(_READERS)})")
     try:
         rows = _READERS[tool](path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ImportFault(f"{path} does not read as a result of {tool}: {error!r}") from error
+    except OSError as error:
+        raise ImportFault(f"{path} cannot be read: {error.strerror or error}") from error
+    except ImportFault as error:
+        raise ImportFault(f"{path} does not read as a result of {tool}: {error}; {_HINTS[tool]}") from None
+    except UnicodeDecodeError:
+        raise ImportFault(f"{path} does not read as a result of {tool}: it is not text; {_HINTS[tool]}") from None
+    except (ValueError, RecursionError):
+        raise ImportFault(f"{path} does not read as a result of {tool}: it is not JSON; {_HINTS[tool]}") from None
     if not rows:
-        raise ImportFault(f"{path} holds no per-request records (vllm: --save-detailed)")
+        raise ImportFault(f"{path} holds no per-request records; {_HINTS[tool]}")
     # Zero is the first request that was due; absolute clocks differ between tools.
     start = min(row["scheduled_s"] for row in rows)
     rows.sort(key=lambda row: row["scheduled_s"])
@@ -88,111 +103,198 @@ def _row(**known: Any) -> dict[str, Any]:
     } | known
 
 
+#: More than any file means, so that sums stay finite: seconds (or nanoseconds since 1970), and tokens.
+_MOST, _MOST_TOKENS = 1e20, 10**9
+
+
+def _number(where: str, record: Any, name: str, most: float = _MOST) -> float:
+    """A field of a record that is a number from 0 to `most`. Raises ImportFault with the record and the field."""
+    if not isinstance(record, dict):
+        raise ImportFault(f"{where} is not an object")
+    if name not in record:
+        raise ImportFault(f"{where}: no field '{name}'")
+    return _checked(f"{where}: {name}", record[name], most)
+
+
+def _checked(what: str, value: Any, most: float = _MOST) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise ImportFault(f"{what} is {json.dumps(value)[:40]}, not a number from 0 to {most:g}")
+    return float(value)
+
+
+def _optional(where: str, record: Any, name: str, most: float = _MOST) -> float | None:
+    known = isinstance(record, dict) and record.get(name) is not None
+    return _number(where, record, name, most) if known else None
+
+
+def _tokens(where: str, record: Any, name: str) -> int | None:
+    found = _optional(where, record, name, _MOST_TOKENS)
+    return None if found is None else int(found)
+
+
+def _part(where: str, record: Any, name: str, kind: type) -> Any:
+    found = record.get(name) if isinstance(record, dict) else None
+    if not isinstance(found, kind):
+        raise ImportFault(f"{where}: no {'object' if kind is dict else 'list'} '{name}'")
+    return found
+
+
+def _in_order(where: str, **times: float | None) -> None:
+    """Raise ImportFault where a moment that is known lies before the one ahead of it."""
+    known = [(name, time) for name, time in times.items() if time is not None and not math.isnan(time)]
+    for (before, first), (after, second) in itertools.pairwise(known):
+        if second < first:
+            raise ImportFault(f"{where}: {after} lies {first - second:g} s before {before}")
+
+
 def _vllm(text: str) -> list[dict[str, Any]]:
     data = json.loads(text)
     rows = []
-    count = len(data["ttfts"])
-    errors = data.get("errors") or [""] * count
-    queued = data.get("queue_times") or [0.0] * count
-    columns = ("start_times", "ttfts", "itls", "input_lens", "output_lens")
-    for start, ttft, gaps, prompt, output, error, waited in zip(
-        *(data[name] for name in columns), errors, queued, strict=True
-    ):
+    columns = {name: _part("the file", data, name, list) for name in _VLLM_COLUMNS}
+    for name in ("errors", "queue_times"):
+        if data.get(name):
+            columns[name] = _part("the file", data, name, list)
+    count = len(columns["start_times"])
+    for name, column in columns.items():
+        if len(column) != count:
+            raise ImportFault(f"{name} has {len(column)} records, start_times has {count}")
+    for number in range(count):
+        where, record = f"record {number + 1}", {name: column[number] for name, column in columns.items()}
+        start, waited = _number(where, record, "start_times"), _optional(where, record, "queue_times") or 0.0
+        prompt, output = (int(_number(where, record, name, _MOST_TOKENS)) for name in ("input_lens", "output_lens"))
         row = _row(
-            scheduled_s=float(start - waited),
-            sent_s=float(start),
-            prompt_tokens_asked=int(prompt),
-            prompt_tokens=int(prompt),
-            output_tokens_asked=int(output),
+            scheduled_s=start - waited,
+            sent_s=start,
+            prompt_tokens_asked=prompt,
+            prompt_tokens=prompt,
+            output_tokens_asked=output,
         )
-        if error:
-            row |= {"status": "error", "error": f"vllm: {error}"[:300], "finished_s": float(start)}
+        if error := record.get("errors"):
+            row |= {"status": "error", "error": f"vllm: {error}"[:300], "finished_s": start}
         else:
-            times = [start + ttft]
-            for gap in gaps:
-                times.append(times[-1] + gap)
+            times = [start + _number(where, record, "ttfts")]
+            for gap in _part(where, record, "itls", list):
+                times.append(times[-1] + _checked(f"{where}: itls", gap))
             row |= {"first_token_s": times[0], "last_token_s": times[-1], "finished_s": times[-1], "chunk_s": times}
-            row["output_tokens"] = int(output)
+            row["output_tokens"] = output
         rows.append(row)
     return rows
+
+
+_VLLM_COLUMNS = ("start_times", "ttfts", "itls", "input_lens", "output_lens")
 
 
 def _aiperf(text: str) -> list[dict[str, Any]]:
     rows = []
-    for line in text.splitlines():
+    for number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
-        record = json.loads(line)
-        about = record["metadata"]
+        where = f"line {number}"
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            raise ImportFault(f"{where} is not JSON") from None
+        about = _part(where, record, "metadata", dict)
         if about.get("benchmark_phase", "profiling") != "profiling":
             continue
-        values = {
-            name: item["value"] * _scale(item["unit"])
-            for name, item in (record.get("metrics") or {}).items()
-            if isinstance(item.get("value"), int | float)
-        }
-        sent = about["request_start_ns"] / 1e9
-        due = (about.get("credit_issued_ns") or about["request_start_ns"]) / 1e9
-        prompt = values.get("input_sequence_length", values.get("error_isl"))
+        metrics = _part(where, record, "metrics", dict) if record.get("metrics") else {}
+
+        def seconds(name: str, where: str = where, metrics: dict[str, Any] = metrics) -> float | None:
+            if name not in metrics:
+                return None
+            return _number(f"{where}: {name}", metrics[name], "value") * _scale(metrics[name].get("unit"))
+
+        def tokens(name: str, where: str = where, metrics: dict[str, Any] = metrics) -> int | None:
+            return _tokens(f"{where}: {name}", metrics.get(name), "value")
+
+        sent, end = (_number(where, about, name) / 1e9 for name in ("request_start_ns", "request_end_ns"))
+        due = (_optional(where, about, "credit_issued_ns") or about["request_start_ns"]) / 1e9
+        _in_order(where, request_start_ns=sent, request_end_ns=end)
+        prompt = tokens("input_sequence_length")
+        prompt = tokens("error_isl") if prompt is None else prompt
         row = _row(
             scheduled_s=due,
             sent_s=sent,
-            finished_s=about["request_end_ns"] / 1e9,
-            prompt_tokens_asked=int(prompt or 0),
-            prompt_tokens=None if prompt is None else int(prompt),
+            finished_s=end,
+            prompt_tokens_asked=prompt or 0,
+            prompt_tokens=prompt,
         )
-        if record.get("error"):
-            row |= {"status": "error", "error": f"aiperf: {record['error'].get('message', '')}"[:300]}
+        if error := record.get("error"):
+            said = error.get("message", "") if isinstance(error, dict) else error
+            row |= {"status": "error", "error": f"aiperf: {said}"[:300]}
             if about.get("was_cancelled"):
                 row["status"] = "censored"
         else:
-            tokens = values.get("output_sequence_length")
-            last = sent + values["request_latency"]
-            first = sent + values["time_to_first_token"] if "time_to_first_token" in values else _NAN
-            row |= {"first_token_s": first, "last_token_s": last}
-            row["output_tokens"] = None if tokens is None else int(tokens)
-            row["output_tokens_asked"] = int(tokens or 0)
-            gaps = (record["metrics"].get("inter_chunk_latency") or {}).get("value")
-            if isinstance(gaps, list) and not math.isnan(first):
-                scale = _scale(record["metrics"]["inter_chunk_latency"]["unit"])
+            answered, latency = tokens("output_sequence_length"), seconds("request_latency")
+            if latency is None:
+                raise ImportFault(f"{where}: no metric 'request_latency'")
+            ttft = seconds("time_to_first_token")
+            _in_order(where, time_to_first_token=ttft, request_latency=latency)
+            first = _NAN if ttft is None else sent + ttft
+            row |= {"first_token_s": first, "last_token_s": sent + latency}
+            row |= {"output_tokens": answered, "output_tokens_asked": answered or 0}
+            chunks = metrics.get("inter_chunk_latency")
+            chunks = chunks if isinstance(chunks, dict) else {}
+            gaps = chunks.get("value")
+            if isinstance(gaps, list) and ttft is not None:
+                scale = _scale(chunks.get("unit"))
                 row["chunk_s"] = [first]
                 for gap in gaps:
-                    row["chunk_s"].append(row["chunk_s"][-1] + gap * scale)
+                    row["chunk_s"].append(row["chunk_s"][-1] + _checked(f"{where}: inter_chunk_latency", gap) * scale)
         rows.append(row)
     return rows
 
 
-def _scale(unit: str) -> float:
-    return {"ms": 1e-3, "us": 1e-6, "ns": 1e-9}.get(unit, 1.0)
+def _scale(unit: Any) -> float:
+    return {"ms": 1e-3, "us": 1e-6, "ns": 1e-9}.get(str(unit), 1.0)
 
 
 def _guidellm(text: str) -> list[dict[str, Any]]:
     rows = []
-    for benchmark in json.loads(text)["benchmarks"]:
+    for which, benchmark in enumerate(_part("the file", json.loads(text), "benchmarks", list), 1):
+        requests = _part(f"benchmark {which}", benchmark, "requests", dict)
         for kind, status in (("successful", "ok"), ("errored", "error"), ("incomplete", "censored")):
-            for item in benchmark["requests"].get(kind) or ():
-                times = item["info"]["timings"]
-                sent = times.get("request_start") or times.get("resolve_start")
+            items = _part(f"benchmark {which}", requests, kind, list) if requests.get(kind) else ()
+            for number, item in enumerate(items, 1):
+                where = f"benchmark {which}, {kind} request {number}"
+                info = _part(where, item, "info", dict)
+                times = _part(where, info, "timings", dict)
+                known = {name: _optional(where, times, name) for name in _GUIDELLM_TIMES}
+                sent = known["request_start"] or known["resolve_start"]
                 if sent is None:
                     continue  # never sent: not a request of the server's
-                first, last = times.get("first_token_iteration"), times.get("last_token_iteration")
-                tokens = item.get("output_tokens")
+                first, last = known["first_token_iteration"], known["last_token_iteration"]
+                end = known["request_end"] or known["resolve_end"]
+                _in_order(where, request_start=sent, first_token_iteration=first, last_token_iteration=last)
+                _in_order(where, request_start=sent, request_end=end)
+                prompt, tokens = _tokens(where, item, "prompt_tokens"), _tokens(where, item, "output_tokens")
                 rows.append(
                     _row(
-                        scheduled_s=times.get("targeted_start") or sent,
+                        scheduled_s=known["targeted_start"] or sent,
                         sent_s=sent,
                         first_token_s=_NAN if first is None else first,
                         last_token_s=_NAN if last is None else last,
-                        finished_s=times.get("request_end") or times.get("resolve_end") or sent,
-                        prompt_tokens_asked=item.get("prompt_tokens") or 0,
-                        prompt_tokens=item.get("prompt_tokens"),
+                        finished_s=end or sent,
+                        prompt_tokens_asked=prompt or 0,
+                        prompt_tokens=prompt,
                         output_tokens_asked=tokens or 0,
                         output_tokens=tokens,
                         status=status,
-                        error=None if status == "ok" else f"guidellm: {item['info'].get('error') or kind}"[:300],
+                        error=None if status == "ok" else f"guidellm: {info.get('error') or kind}"[:300],
                     )
                 )
     return rows
+
+
+_GUIDELLM_TIMES = (
+    "targeted_start",
+    "request_start",
+    "resolve_start",
+    "first_token_iteration",
+    "last_token_iteration",
+    "request_end",
+    "resolve_end",
+)
 
 
 _READERS: dict[str, Callable[[str], list[dict[str, Any]]]] = {

@@ -8,6 +8,9 @@ from pydantic import Field, PositiveFloat, PositiveInt, model_validator
 
 from kvstudy.grid.schema.base import Strict, number
 
+#: The shortest window: a request takes milliseconds to be sent and answered, so that less is a slip of a unit.
+LEAST_SECONDS = 0.1
+
 
 class Slo(Strict):
     """A service level: bounds in seconds that a good request meets, all of them."""
@@ -31,7 +34,7 @@ class Slo(Strict):
 class _Timed(Strict):
     slo: Slo | None = None  # what goodput counts by; None: no goodput
     warmup_requests: int = Field(default=4, ge=0)
-    duration_s: PositiveFloat
+    duration_s: float = Field(ge=LEAST_SECONDS)
     timeout_s: PositiveFloat = 120.0
     drain_s: PositiveFloat = 60.0
 

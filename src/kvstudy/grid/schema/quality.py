@@ -9,6 +9,10 @@ from pydantic import Field, PositiveInt
 from kvstudy.grid.schema.base import Strict
 from kvstudy.grid.schema.workload import TextSource
 
+Contexts = Annotated[tuple[PositiveInt, ...], Field(min_length=1)]
+#: More is a slip of a unit or a zero: studies take tens.
+Items = Annotated[int, Field(ge=1, le=100_000)]
+
 
 class Perplexity(Strict):
     """Real text after contexts of it, teacher-forced under the policy: negative log-likelihood, and distance from full.
@@ -17,16 +21,16 @@ class Perplexity(Strict):
     tokens, which are decoded one by one. `held_out` names text that is no workload's.
     """
 
-    contexts: tuple[PositiveInt, ...]
-    items: PositiveInt
+    contexts: Contexts
+    items: Items
     continuation: Annotated[int, Field(ge=2)]
 
 
 class Greedy(Strict):
     """Answers to questions about a text, greedy and until they end: where they leave full's, how long they are."""
 
-    contexts: tuple[PositiveInt, ...]
-    items: PositiveInt
+    contexts: Contexts
+    items: Items
     output: Annotated[int, Field(ge=2)]
 
 
@@ -39,9 +43,9 @@ class Retention(Strict):
     fact lies: 0 at the start, 1 at the end.
     """
 
-    contexts: tuple[PositiveInt, ...]
-    depths: tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...]
-    items: PositiveInt
+    contexts: Contexts
+    depths: Annotated[tuple[Annotated[float, Field(ge=0.0, le=1.0)], ...], Field(min_length=1)]
+    items: Items
     output: Annotated[int, Field(ge=2)] = 16
     filler: Literal["text", "turns"] = "turns"
     asked: Literal["prompt", "session"] = "prompt"
@@ -53,7 +57,7 @@ class Tasks(Strict):
     `include_path`: a folder of task files of your own, relative to the checkout.
     """
 
-    names: tuple[str, ...]
+    names: Annotated[tuple[str, ...], Field(min_length=1)]
     limit: PositiveInt | None = None
     fewshot: int = Field(default=0, ge=0)
     include_path: str | None = None
