@@ -147,3 +147,10 @@ def test_a_visit_leaves_word_of_its_fault_and_a_retry_changes_nothing(
         sys.stderr = stderr
     said = capsys.readouterr().err
     assert "is not prepared" in said and "not tried again" not in said
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"cells": 3}', '{"cells": [], "visits": [3]}'])
+def test_a_damaged_plan_is_one_line(plan: Plan, results: Path, capsys: pytest.CaptureFixture[str], text: str) -> None:
+    write_text(Layout(results).plan("tiny"), text)
+    assert main(["status", "study=tiny", "--results", str(results)]) == 2
+    assert "is damaged: `kvstudy grid study=tiny`" in capsys.readouterr().err

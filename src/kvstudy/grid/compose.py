@@ -37,6 +37,10 @@ PART_KEYS = ("axes", "set")
 STUDY_FIELDS = ("name", "title", "question")
 
 
+#: Values of one sweep; more is a slip that would take hours to compose.
+MOST_VALUES = 10_000
+
+
 class ConfigError(ValueError):
     """A fault of the configuration, in one line that says what to do."""
 
@@ -136,7 +140,9 @@ def parse_overrides(overrides: list[str], conf: Path) -> tuple[str | None, dict[
         elif isinstance(sweep, ChoiceSweep):
             found = [_plain(value) for value in sweep.list]
         else:
-            found = [_plain(value) for value in override.sweep_iterator()]
+            found = [_plain(value) for value in itertools.islice(override.sweep_iterator(), MOST_VALUES + 1)]
+        if len(found) > MOST_VALUES:
+            raise ConfigError(f"'{text[:80]}' names more than {MOST_VALUES:,} values: fewer, please")
         if key == "study":
             if len(found) != 1:
                 raise ConfigError("one study at a time: study=NAME")

@@ -176,6 +176,9 @@ def _check_size(cell: Cell) -> None:
         (f"load.{name} x load.duration_s", rate * load.duration_s, MOST_REQUESTS, "requests"),
         ("load.requests", getattr(load, "requests", 0), MOST_REQUESTS, "requests"),
         ("load.concurrency", getattr(load, "concurrency", 0), MOST_REQUESTS, "requests at once"),
+        ("load.warmup_requests", load.warmup_requests, MOST_REQUESTS, "requests"),
+        ("load.timeout_s", load.timeout_s, MOST_SECONDS, "seconds"),
+        ("load.drain_s", load.drain_s, MOST_SECONDS, "seconds"),
         ("kv_memory_mib", cell.kv_memory_mib, MOST_KV_MIB, "MiB"),
         ("seed", cell.seed, (1 << 63) - 1, "as the largest"),
     ):

@@ -70,7 +70,7 @@ def read_planned(path: Path) -> Planned | None:
     """The plan in a file; None where there is none."""
     try:
         return _planned(path, path.stat().st_mtime_ns)
-    except (OSError, ValueError, KeyError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # damaged counts as none: grid makes it anew
         return None
 
 
@@ -251,7 +251,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     found = read_progress(name, layout) if re.fullmatch(r"[a-z0-9][a-z0-9._-]*", name) else None
     if found is None:
         plans = sorted(path.parent.name for path in (options.results / "plan").glob("*/plan.json"))
+        damaged = f"{layout.plan(name)} is damaged: `kvstudy grid study={name}` makes it anew"
         known = f"plans here: {', '.join(plans)}" if plans else f"no plan in {options.results}: run snakemake first"
+        known = damaged if name in plans else known
         print(f"kvstudy status: no plan of a study '{name}'; {known}", file=sys.stderr)
         return 2
     print("\n".join(report(name, layout, found, time.time())))

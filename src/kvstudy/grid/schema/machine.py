@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 
 from kvstudy.grid.schema.base import Strict
 
@@ -29,8 +29,8 @@ class Hardware(Strict):
     title: str = Field(default="")
     device: Literal["cpu", "cuda"]
     gpus: int = Field(default=0, ge=0)
-    server_cores: tuple[int, ...]
-    client_cores: tuple[int, ...]
+    server_cores: tuple[NonNegativeInt, ...]
+    client_cores: tuple[NonNegativeInt, ...]
     memory_limit_gib: PositiveFloat | None = None
     link_gbps: PositiveFloat | None = None
     cluster: Cluster = Cluster()
