@@ -25,8 +25,12 @@ $(VENV)/.ready: pyproject.toml envs/kvstudy/constraints.txt envs/kvstudy/torch.t
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --use-pep517 -c envs/kvstudy/constraints.txt -e '.[dev]'
 	@touch $@
 
+# Tests of arithmetic and files, which run side by side; the others watch clocks, locks and processes of this machine.
+SIDE_BY_SIDE := $(addprefix tests/,analysis engine fidelity grid models quality report)
+
 test: setup lint  ## what CI runs
-	pytest -m 'not long and not slurm' --durations=20
+	pytest -m 'not long and not slurm' --durations=10 --numprocesses 2 --dist loadfile $(SIDE_BY_SIDE)
+	pytest -m 'not long and not slurm' --durations=10 $(addprefix --ignore=,$(SIDE_BY_SIDE))
 
 test-long: setup  ## trials that take minutes
 	pytest -m long

@@ -84,6 +84,7 @@ class Journal:
             pid=os.getpid(),
             born=psutil.Process().create_time(),
         )
+        store.sweep(path.parent)
         self._over = threading.Event()
 
     def running(self, cell: str | None = None) -> None:
