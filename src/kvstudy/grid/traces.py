@@ -48,7 +48,7 @@ def fault(path: Path, form: str, window: tuple[float, float] | None = None) -> s
         with path.open(encoding="utf-8-sig", newline="") as lines:
             for _, row in rows(lines, form):
                 times.append(row[0])
-                if window is None or window[0] <= row[0] - _origin(times[:1], form) < window[1]:
+                if window is None or window[0] <= row[0] - origin(times[:1], form) < window[1]:
                     return None
     except OSError as error:
         return f"{error.strerror or error}"
@@ -56,15 +56,15 @@ def fault(path: Path, form: str, window: tuple[float, float] | None = None) -> s
         return "it is not text" if isinstance(error, UnicodeDecodeError) else f"{' '.join(str(error).split())[:200]}"
     if not times:
         return "it holds no request"
-    start = _origin(times, form)
+    start = origin(times, form)
     if window is None or any(window[0] <= time - start < window[1] for time in times):
         return None
     return f"it holds no request between {window[0]:g} and {window[1]:g} s of it (start_s, duration_s x speed)"
 
 
-def _origin(times: Sequence[float], form: str) -> float:
+def origin(times: Sequence[float], form: str) -> float:
     """The time from which a trace is counted: Mooncake's is its own 0, the others' their first request."""
-    return 0.0 if form == "mooncake" else min(times)
+    return 0.0 if form == "mooncake" else min(times, default=0.0)
 
 
 def _records(lines: Iterable[str], columns: Sequence[str]) -> Iterator[tuple[int, dict[str, str]]]:

@@ -174,7 +174,7 @@ def read_trace(load: TraceLoad) -> Trace:
         rows = [row for _, row in traces.rows(raw.decode("utf-8-sig").splitlines(), load.format)]
     except (ValueError, csv.Error) as error:
         raise ArrivalError(f"{path} does not read as a trace of format '{load.format}': {error}") from error
-    start = 0.0 if load.format == "mooncake" else min((row[0] for row in rows), default=0.0)
+    start = traces.origin([row[0] for row in rows], load.format)
     rows = [(t - start, p, o, h) for t, p, o, h in rows]
     rows.sort(key=lambda row: row[0])
     rows = [(t - load.start_s, p, o, h) for t, p, o, h in rows if t >= load.start_s]

@@ -84,7 +84,7 @@ class Journal:
             pid=os.getpid(),
             born=psutil.Process().create_time(),
         )
-        store.sweep(path.parent)
+        store.sweep(path.parent)  # of states that a kill left half written
         self._over = threading.Event()
 
     def running(self, cell: str | None = None) -> None:
